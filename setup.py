@@ -1,0 +1,56 @@
+"""Package metadata of megatron_anchor; tool settings live in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+setup(
+    name="megatron-anchor",
+    version="0.1.0",
+    description="AnchorAttention for long-context GPT training with Megatron-Core",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_anchor", "megatron_anchor.*"]),
+    package_data={"megatron_anchor": ["py.typed"]},
+    python_requires=">=3.12",
+    install_requires=[
+        "torch>=2.8",
+        "megatron-core>=0.19.2,<0.20",
+        "numpy>=2.0",
+        "numba>=0.63",
+        "transformers>=4.57",
+        "tokenizers>=0.22",
+        "sentencepiece>=0.2",
+        "tiktoken>=0.9",
+        "safetensors>=0.5",
+        "datasets>=4.0",
+        "nltk>=3.9.1",
+        "tqdm>=4.66",
+        "psutil>=6.0",  # Megatron's checkpoint writer imports it in its worker processes
+        "einops>=0.8",
+    ],
+    extras_require={
+        "te": ["transformer-engine[pytorch]>=2.18"],
+        "flash": ["flash-attn>=2.8"],
+        "plot": ["matplotlib>=3.9"],
+        "zstd": ["zstandard>=0.23"],
+        "dev": [
+            "pytest>=8.3",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.14",
+            "tensorboard>=2.18",
+            "matplotlib>=3.9",
+            "zstandard>=0.23",
+        ],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
