@@ -1,0 +1,1 @@
+"""Attention over packed documents: rotation, masks, the core module and its kernels."""

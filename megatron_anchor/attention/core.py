@@ -1,0 +1,148 @@
+"""The core attention that takes the stock module's place in Megatron's layer spec.
+
+Megatron hands over q, k and v without position embedding; this module rotates them in float32 by
+the position ids of the packed sample, spreads heads over the context-parallel group when there is
+one, and calls a kernel that is causal inside every document. Everything else of the layer (QK norm,
+GQA, MoE, recomputation) stays Megatron's.
+
+Legend: P context-parallel size, s slots of this rank, S = P x s, B micro-batch, H query heads,
+G key/value heads, D head dim, T = B x S.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_anchor.attention import ulysses
+from megatron_anchor.attention.backends import load_backend
+from megatron_anchor.attention.packed import AnchorPackedSeqParams
+from megatron_anchor.attention.rope import RotarySettings, rotate
+
+
+class AnchorCoreAttention(MegatronModule):
+    """Causal attention inside documents with float32 rotary positions.
+
+    Args:
+        config: Megatron's transformer config.
+        layer_number: 1-based number of the layer in the whole model.
+        attn_mask_type: causal; other kinds are refused.
+        attention_type: Megatron's name of the attention kind (``self``).
+        cp_comm_type: context-parallel kind of this layer.
+        softmax_scale: factor of the logits; None means 1 / sqrt(head_dim).
+        pg_collection: process groups; its ``cp`` is used.
+        rotary: settings of the rotation (bound by the layer spec).
+        backend: name of the kernel (bound by the layer spec).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        rotary: RotarySettings,
+        backend: str,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ValueError(f"packed documents need a causal mask, got {attn_mask_type}")
+        assert attention_type == "self", attention_type
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.layer_number = max(1, layer_number)
+        self.rotary = None if _skips_rope(config, self.layer_number) else rotary
+        self.scale = softmax_scale or 1.0 / math.sqrt(rotary.head_dim)
+        self.cp_group = pg_collection.cp
+        self.cp_comm_type = cp_comm_type
+        self.backend = load_backend(backend)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        /,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: AnchorPackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend over the packed documents of a micro-batch.
+
+        Args:
+            query: [s, B, H, D] without position embedding.
+            key: [s, B, G, D] without position embedding.
+            value: [s, B, G, D].
+            attention_mask: ignored; the documents say what is visible.
+            attn_mask_type: ignored, causal.
+            attention_bias: refused.
+            packed_seq_params: documents and positions; required.
+
+        Returns:
+            [s, B, H x D] in the dtype of ``query``.
+
+        Raises:
+            ValueError: without packed documents, or with an attention bias.
+        """
+        if not isinstance(packed_seq_params, AnchorPackedSeqParams):
+            raise ValueError(
+                "AnchorCoreAttention needs packed_seq_params of type AnchorPackedSeqParams, got "
+                f"{type(packed_seq_params).__name__}; build them with "
+                "megatron_anchor.attention.packed.pack_micro_batch"
+            )
+        if attention_bias is not None:
+            raise ValueError("AnchorCoreAttention does not support an attention bias")
+        if self.rotary is not None:
+            cos, sin = packed_seq_params.rotation(self.rotary)
+            query = rotate(query, cos, sin, interleaved=self.rotary.interleaved)
+            key = rotate(key, cos, sin, interleaved=self.rotary.interleaved)
+        if self.cp_group.size() == 1:
+            return self._attend(query, key, value, packed_seq_params).flatten(2)
+        q, k, v = ulysses.gather_sequence(query, key, value, group=self.cp_group)
+        out = self._attend(q, k, v, packed_seq_params)
+        return ulysses.scatter_sequence(out, group=self.cp_group).flatten(2)
+
+    def _attend(
+        self, q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, packed: AnchorPackedSeqParams
+    ) -> Tensor:
+        """Lay the samples one after another, call the kernel, and undo the layout."""
+        B = q_SBHD.shape[1]
+        q_THD, k_TGD, v_TGD = (x.transpose(0, 1).flatten(0, 1) for x in (q_SBHD, k_SBGD, v_SBGD))
+        dropout = self.config.attention_dropout if self.training else 0.0
+        with self._dropout_rng(dropout):
+            out_THD = self.backend.attend(
+                q_THD, k_TGD, v_TGD, packed=packed, scale=self.scale, dropout=dropout
+            )
+        return out_THD.unflatten(0, (B, -1)).transpose(0, 1)
+
+    def _dropout_rng(self, dropout: float) -> Any:
+        # Heads differ between tensor-parallel ranks, so their dropout must too. Under sequence
+        # parallelism Megatron has already forked the tracker around the layer.
+        if not dropout or self.config.sequence_parallel:
+            return nullcontext()
+        return tensor_parallel.get_cuda_rng_tracker().fork()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """Nothing of this module goes into a checkpoint."""
+        return {}
+
+
+def _skips_rope(config: TransformerConfig, layer_number: int) -> bool:
+    """Megatron's --no-rope-freq: 1 marks a layer without position embedding."""
+    return bool(config.no_rope_freq and config.no_rope_freq[layer_number - 1])

@@ -1,0 +1,73 @@
+"""Megatron's own GPT block spec with `AnchorCoreAttention` in the place of the stock attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_anchor.attention.core import AnchorCoreAttention
+from megatron_anchor.attention.norms import TorchNorm
+from megatron_anchor.attention.rope import RotarySettings
+
+
+def anchor_block_spec(
+    config: TransformerConfig,
+    *,
+    rotary: RotarySettings,
+    backend: str,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """Give the spec of this pipeline stage's layers, dense or MoE.
+
+    A block spec and not a single layer's: the latter would fix the final norm to one that refuses
+    sequence parallelism.
+
+    Args:
+        config: Megatron's transformer config.
+        rotary: rotation of queries and keys.
+        backend: name of the attention kernel, already resolved.
+        vp_stage: virtual pipeline stage.
+        pp_rank: pipeline rank; None means this process' own.
+
+    Returns:
+        Spec whose self-attention layers all hold `AnchorCoreAttention`.
+    """
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=config.transformer_impl == "transformer_engine",
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
+    )
+    core_attention = partial(AnchorCoreAttention, rotary=rotary, backend=backend)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = core_attention
+        _replace_torch_norms(layer.submodules)
+        _replace_torch_norms(layer.submodules.self_attention.submodules)
+    _replace_torch_norms(spec)
+    return spec
+
+
+def layer_spec_provider(*, rotary: RotarySettings, backend: str) -> Callable[..., Any]:
+    """Wrap `anchor_block_spec` in the signature of ``GPTModelConfig.transformer_layer_spec``."""
+
+    def provide(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        return anchor_block_spec(
+            model_config.transformer, rotary=rotary, backend=backend, vp_stage=vp_stage
+        )
+
+    return provide
+
+
+def _replace_torch_norms(submodules: Any) -> None:
+    for name, module in vars(submodules).items():
+        if module is WrappedTorchNorm:
+            setattr(submodules, name, TorchNorm)
