@@ -1,0 +1,118 @@
+"""Named arrays on disk: built once, written whole or not at all, memory-mapped by every process.
+
+An entry is one .npy file an array and a description, written last, that repeats what the entry
+depends on and every array's shape and type. Several processes may build one entry at once: each
+writes to names of its own and renames at the end, and all write the same.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+from uuid import uuid4
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+class StoredArrays:
+    """Arrays of one cache entry, opened at first use; pickles as paths, not as contents."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = dict(paths)
+        self._open: dict[str, np.ndarray] = {}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._open:
+            self._open[name] = np.load(self._paths[name], mmap_mode="r", allow_pickle=False)
+        return self._open[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_paths": self._paths, "_open": {}}
+
+
+def load_or_build(
+    directory: str | os.PathLike[str],
+    stem: str,
+    *,
+    names: tuple[str, ...],
+    description: Mapping[str, Any],
+    build: Callable[[], Mapping[str, np.ndarray]],
+) -> StoredArrays:
+    """The entry `stem` of `directory`; built and written when it is missing or damaged.
+
+    Args:
+        directory: made when missing.
+        stem: beginning of the entry's file names; holds a digest of `description`.
+        names: the arrays of the entry.
+        description: all that the arrays depend on, as JSON values.
+        build: returns the arrays.
+
+    Raises:
+        ValueError: the directory cannot be written.
+    """
+    paths = {name: Path(directory, f"{stem}-{name}.npy") for name in names}
+    described = Path(directory, f"{stem}-description.json")
+    if described.exists():
+        damage = _find_damage(described, paths, description)
+        if damage is None:
+            return StoredArrays(paths)
+        logger.warning("the cached %s is damaged (%s): building it again", described, damage)
+    arrays = build()
+    record = {
+        "description": description,
+        "arrays": {name: _form(array) for name, array in arrays.items()},
+    }
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for name, path in paths.items():
+            _write_whole(path, partial(np.save, arr=arrays[name]))
+        text = json.dumps(record, indent=4).encode()
+        _write_whole(described, lambda stream: stream.write(text))
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the packing index to {directory}: {error}; give a directory that can "
+            "be written and has space with --data-cache-path (path_to_cache)"
+        ) from error
+    return StoredArrays(paths)
+
+
+def _form(array: np.ndarray) -> dict[str, Any]:
+    return {"shape": list(array.shape), "dtype": str(array.dtype)}
+
+
+def _find_damage(
+    described: Path, paths: Mapping[str, Path], description: Mapping[str, Any]
+) -> str | None:
+    """What is wrong with an entry, or None."""
+    try:
+        record = json.loads(described.read_bytes())
+        if record["description"] != description:
+            return "it describes something else"
+        for name, path in paths.items():
+            form = _form(np.load(path, mmap_mode="r", allow_pickle=False))
+            if form != record["arrays"][name]:
+                return f"{path.name} holds {form}, expected {record['arrays'][name]}"
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write under a name of our own, then rename: readers see the old file or the whole new one."""
+    own = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        with own.open("wb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(own, path)
+    except BaseException:
+        with suppress(OSError):
+            own.unlink()
+        raise

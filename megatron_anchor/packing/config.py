@@ -1,0 +1,89 @@
+"""Settings of a packed dataset: Megatron's own, and the few that packing adds."""
+
+import logging
+from dataclasses import dataclass, field
+
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.utils import log_single_rank
+
+from megatron_anchor.packing.patterns import check_attention_pattern
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_EFFECT = {
+    "reset_position_ids": "--attention-pattern decides the position ids",
+    "reset_attention_mask": "--attention-pattern decides the mask",
+    "eod_mask_loss": "the slot behind a document's last token never has a target",
+    "inter_document_masking": "--attention-pattern decides the mask",
+}
+"""Megatron's options that mean something for its GPTDataset only, and what takes their place."""
+
+
+@dataclass
+class PackedDatasetConfig(GPTDatasetConfig):
+    """Settings of `PackedDataset`.
+
+    All fields of Megatron's GPTDatasetConfig keep their meaning, but for those that `PackedDataset`
+    replaces: reset_position_ids, reset_attention_mask, eod_mask_loss and inter_document_masking
+    (a warning says so where they are set), create_attention_mask, add_extra_token_to_sequence and
+    drop_last_partial_validation_sequence (no effect: there is no dense mask, every sample has a
+    label for each of its S slots, no token is dropped). `tokenizer` may be any object that has
+    Megatron's `vocab_size`; its special tokens are not looked at.
+    """
+
+    attention_pattern: str = "anchor"
+    """Which segments and position ids the samples carry: one of ATTENTION_PATTERNS."""
+
+    anchor_token_id: int = field(kw_only=True)
+    """Token at the head of every document: the tokenizer's bos, or its eos where it has no bos."""
+
+    pad_token_id: int = 0
+    """Token in slots that hold nothing; may equal any other token, for masks go by place."""
+
+    vocab_size: int | None = None
+    """Size of the model's vocabulary, to refuse larger token ids. None = check for negatives only.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: a setting is out of range, or asks for what a packed dataset cannot do.
+        """
+        for name, instead in _WITHOUT_EFFECT.items():
+            if getattr(self, name):
+                flag = f"--{name.replace('_', '-')}"
+                log_single_rank(
+                    logger, logging.WARNING, f"{flag} has no effect on packed samples: {instead}"
+                )
+            setattr(self, name, False)
+        super().__post_init__()
+        check_attention_pattern(self.attention_pattern)
+        if self.mock:
+            raise ValueError(
+                "a packed dataset needs a corpus: set --data-path (or --train-data-path ..., "
+                "--per-split-data-args-path); mock data is not supported"
+            )
+        if self.hybrid_context_parallel:
+            raise ValueError(
+                "packed samples do not support --hybrid-context-parallel: leave it out"
+            )
+        if self.sequence_length < 2:
+            raise ValueError(
+                f"got sequence_length {self.sequence_length}, expected at least 2 (an anchor and a "
+                "token); set --seq-length"
+            )
+        if self.anchor_token_id is None:
+            raise ValueError(
+                "no anchor token: set --anchor-token-id (a tokenizer with a bos or eos has one)"
+            )
+        self._check_token_id("anchor_token_id", self.anchor_token_id)
+        self._check_token_id("pad_token_id", self.pad_token_id)
+
+    def _check_token_id(self, name: str, token_id: int) -> None:
+        if token_id < 0 or (self.vocab_size is not None and token_id >= self.vocab_size):
+            most = "" if self.vocab_size is None else f" to {self.vocab_size - 1} (vocab_size - 1)"
+            raise ValueError(
+                f"got {name} {token_id}, expected 0{most or ' or more'}; "
+                f"set --{name.replace('_', '-')} to a token of the model's vocabulary"
+            )

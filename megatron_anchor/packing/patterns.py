@@ -1,0 +1,38 @@
+"""The attention patterns: one token buffer, read with different segments and position ids.
+
+Drawn for the documents `a b` and `c d e` with the anchor `A` at the head of each (rows attend to
+the columns marked x); the masked patterns share one mask and differ in position ids only:
+
+    full        A a b A c d e           masked      A a b A c d e
+            A   x                               A   x
+            a   x x                             a   x x
+            b   x x x                           b   x x x
+            A   x x x x                         A         x
+            c   x x x x x                       c         x x
+            d   x x x x x x                     d         x x x
+            e   x x x x x x x                   e         x x x x
+
+    position ids    anchor                  0 1 2 0 3 4 5
+                    intra-document          0 1 2 3 4 5 6   (and full)
+                    intra-document-reset    0 1 2 0 1 2 3
+"""
+
+from difflib import get_close_matches
+
+ATTENTION_PATTERNS = ("anchor", "intra-document", "intra-document-reset", "full")
+
+
+def check_attention_pattern(pattern: str) -> str:
+    """Return `pattern` if it is one of ATTENTION_PATTERNS.
+
+    Raises:
+        ValueError: for any other value, with the nearest name that exists.
+    """
+    if pattern in ATTENTION_PATTERNS:
+        return pattern
+    near = get_close_matches(str(pattern), ATTENTION_PATTERNS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"unknown attention pattern {pattern!r}: {hint}"
+        f"set --attention-pattern to one of {', '.join(ATTENTION_PATTERNS)}"
+    )

@@ -1,0 +1,67 @@
+"""What a packed sample is made of: documents, padding, and the attention work that is left.
+
+The work of causal attention over l tokens is counted as l (l + 1) / 2, the pairs of query and key.
+Every function takes numpy arrays or torch tensors, on any device, of one sample or with batch
+dimensions in front, and returns the same kind.
+
+Legend: B samples of a batch, L entries of cu_seqlens.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class PackingStatistics(NamedTuple):
+    """Means over the samples of a batch."""
+
+    documents_per_sample: float
+    """document slices a sample"""
+    padding_share: float
+    """share of the slots that hold padding, 0 to 1"""
+    attention_work_share: float
+    """work of the pattern relative to full causal attention over the sample, 0 to 1"""
+
+
+def count_segments(cu_seqlens: Any) -> Any:
+    """Segments that are not empty, along the last dimension of cu_seqlens [..., L]."""
+    return (cu_seqlens[..., 1:] > cu_seqlens[..., :-1]).sum(-1)
+
+
+def attention_work(cu_seqlens: Any) -> Any:
+    """Pairs of query and key inside the segments of cu_seqlens [..., L]; float64 [...]."""
+    lengths = _as_float64(cu_seqlens[..., 1:] - cu_seqlens[..., :-1])
+    return (lengths * (lengths + 1) / 2).sum(-1)
+
+
+def attention_work_share(cu_seqlens: Any, *, sequence_length: int) -> Any:
+    """Work inside the segments relative to one segment of `sequence_length` slots; float64 [...].
+
+    For the merged cu_seqlens of several samples give the sum of their shares' denominators by
+    dividing the result by the number of samples.
+    """
+    return attention_work(cu_seqlens) / (sequence_length * (sequence_length + 1) / 2)
+
+
+def padding_share(num_padding: Any, *, sequence_length: int) -> Any:
+    """Share of a sample's slots that hold padding; float64 [...]."""
+    return _as_float64(num_padding) / sequence_length
+
+
+def batch_statistics(batch: Mapping[str, Any], *, sequence_length: int) -> PackingStatistics:
+    """Means over a batch of samples, as the training log shows them.
+
+    Args:
+        batch: holds cu_seqlens [B, L], num_documents [B] and num_padding [B] (or one sample's).
+        sequence_length: S.
+    """
+    work = attention_work_share(batch["cu_seqlens"], sequence_length=sequence_length)
+    padding = padding_share(batch["num_padding"], sequence_length=sequence_length)
+    return PackingStatistics(
+        documents_per_sample=float(_as_float64(batch["num_documents"]).mean()),
+        padding_share=float(padding.mean()),
+        attention_work_share=float(work.mean()),
+    )
+
+
+def _as_float64(array: Any) -> Any:
+    return array.double() if hasattr(array, "double") else array.astype("float64")
