@@ -19,7 +19,7 @@ class TorchNorm:
     A class and not a function because Megatron's ``build_module`` hands functions back uncalled.
     """
 
-    def __new__(  # type: ignore[misc]
+    def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> torch.nn.Module:
         """Build a norm whose weights are marked for sequence parallelism where it is on.

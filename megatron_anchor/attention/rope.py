@@ -99,7 +99,8 @@ def _scaled_inverse_frequencies(
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"rope_type {rope_type!r} needs a parameter that {dict(settings.scaling)} lacks: {error}"
+            f"rope_type {rope_type!r} needs a parameter that {dict(settings.scaling)} lacks: "
+            f"{error}"
         ) from error
 
 
@@ -146,7 +147,9 @@ def cos_and_sin(
     return cos.float(), sin.float()
 
 
-def rotate(x_SBHD: Tensor, cos_SBF: Tensor, sin_SBF: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotate(
+    x_SBHD: Tensor, cos_SBF: Tensor, sin_SBF: Tensor, *, interleaved: bool = False
+) -> Tensor:
     """Rotate the first 2F dimensions of every head in float32, then cast back.
 
     Args:
@@ -167,9 +170,6 @@ def rotate(x_SBHD: Tensor, cos_SBF: Tensor, sin_SBF: Tensor, *, interleaved: boo
         first, second = rotated.chunk(2, dim=-1)
     # Hugging Face's order of operations, q * cos + rotate_half(q) * sin, element by element.
     halves = (first * cos - second * sin, second * cos + first * sin)
-    if interleaved:
-        turned = torch.stack(halves, dim=-1).flatten(-2)
-    else:
-        turned = torch.cat(halves, dim=-1)
+    turned = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
     turned = turned.to(x_SBHD.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -46,7 +46,7 @@ def why_not(*, query_heads: int, kv_heads: int, cp_size: int) -> str | None:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange equal blocks along dimension 0; its own inverse, so backward is the same exchange."""
+    """Exchange equal blocks along dimension 0: its own inverse, so backward is it again."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -44,7 +44,11 @@ def random_inputs(T, heads, kv_heads, dtype, seed, D=8):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(deadline=None, max_examples=25)
-@given(lengths=odd_lengths, heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2)]), seed=st.integers(0, 99))
+@given(
+    lengths=odd_lengths,
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2)]),
+    seed=st.integers(0, 99),
+)
 def test_kernel_stays_within_twice_the_error_floor(name, dtype, lengths, heads, seed):
     """Floor: the same maths in the same dtype without a kernel, against float64."""
     q, k, v, upstream = random_inputs(sum(lengths), *heads, dtype, seed)
@@ -132,5 +136,7 @@ def test_importing_the_attention_package_imports_no_kernel_library():
         "import sys, megatron_anchor.attention.backends\n"
         "print([m for m in ('flash_attn', 'transformers') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "[]"

@@ -70,7 +70,7 @@ def load_backend(name: str) -> Backend:
             f"unknown --anchor-attention-backend {name!r}{hint} (choose from "
             f"{', '.join(['auto', *BACKENDS])})"
         )
-    return importlib.import_module(BACKENDS[name])  # type: ignore[return-value]
+    return importlib.import_module(BACKENDS[name])
 
 
 def choose_backend(name: str, request: AttentionRequest) -> str:

@@ -1,0 +1,1 @@
+"""The pieces that put AnchorAttention into Megatron's own pretraining loop."""

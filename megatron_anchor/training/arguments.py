@@ -1,0 +1,113 @@
+"""Our command-line flags: one frozen dataclass, from which Megatron's parser builds the flags.
+
+Annotations stay evaluated in this module: Megatron's factory reads them as types.
+"""
+
+import json
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from megatron_anchor import compat
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorArguments:
+    """Packed documents with a shared anchor (megatron_anchor)."""
+
+    attention_pattern: str = "anchor"
+    """What a token sees: 'anchor' (its document and the anchor, positions run on through the
+    sample), 'intra-document' (its document, positions run on), 'intra-document-reset' (its
+    document, positions restart) or 'full' (everything before it)."""
+
+    anchor_token_id: int | None = None
+    """Token that stands at the head of every document. Default: the tokenizer's bos, else its
+    eos."""
+
+    anchor_attention_backend: str = "auto"
+    """Attention kernel: 'auto' takes the first one that can serve; 'sdpa' runs everywhere."""
+
+    rope_parameters: str | None = None
+    """Scaled rotary embedding in Hugging Face's form, as JSON, for instance
+    '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}'. The base stays
+    --rotary-base."""
+
+    rope_angle_dtype: Literal["float32", "float64"] = "float32"
+    """Precision of the rotation's angles: float32 as in Hugging Face, or float64 for studies."""
+
+
+EXAMPLE = """\
+example, Llama-2-7B extended to 64K on 8 GPUs (your launch script's other arguments stay):
+  torchrun --nproc-per-node 8 -m megatron_anchor.pretrain_gpt \\
+      --attention-pattern anchor --seq-length 65536 --max-position-embeddings 65536 \\
+      --position-embedding-type rope --rotary-base 5000000 --context-parallel-size 8 ...
+"""
+
+
+def add_anchor_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add our flags to Megatron's parser and adapt the defaults that we read differently.
+
+    Without ``--cp-comm-type`` context parallelism is Ulysses (``a2a``) and not ``p2p``: only the
+    former serves every kernel without padding documents. Where Transformer Engine is not installed
+    ``--transformer-impl`` defaults to ``local``.
+    """
+    compat.add_argument_group(parser, AnchorArguments, title="megatron_anchor")
+    compat.mend_help_texts(parser)
+    parser.epilog = EXAMPLE
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.set_defaults(cp_comm_type=["a2a"])
+    if not compat.have_transformer_engine():
+        parser.set_defaults(transformer_impl="local")
+    return parser
+
+
+def anchor_arguments(args: Namespace) -> AnchorArguments:
+    """Read our flags back from Megatron's namespace."""
+    return AnchorArguments(**{f.name: getattr(args, f.name) for f in fields(AnchorArguments)})
+
+
+def rope_scaling(args: Namespace) -> dict[str, Any]:
+    """Translate the flags for scaled RoPE into Hugging Face's ``rope_parameters``.
+
+    Args:
+        args: Megatron's namespace; --rope-parameters wins nothing silently: it excludes Megatron's
+            own --use-rope-scaling and --rotary-seq-len-interpolation-factor.
+
+    Returns:
+        Empty for plain RoPE.
+
+    Raises:
+        ValueError: for two kinds at once, or JSON that is not an object.
+    """
+    kinds: dict[str, dict[str, Any]] = {}
+    if args.rope_parameters:
+        kinds["--rope-parameters"] = _parse_rope_parameters(args.rope_parameters)
+    if args.use_rope_scaling:
+        # Megatron's apply_scaling (core/models/common/embeddings/rotary_pos_embedding.py) has
+        # Llama 3.1's other constants built in.
+        kinds["--use-rope-scaling"] = {
+            "rope_type": "llama3",
+            "factor": args.rope_scaling_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    if args.rotary_seq_len_interpolation_factor:
+        factor = float(args.rotary_seq_len_interpolation_factor)
+        kinds["--rotary-seq-len-interpolation-factor"] = {"rope_type": "linear", "factor": factor}
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(kinds)} ask for two RoPE scalings; keep one of them")
+    return next(iter(kinds.values()), {})
+
+
+def _parse_rope_parameters(text: str) -> dict[str, Any]:
+    try:
+        parameters = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--rope-parameters is not JSON: {text!r}: {error}") from error
+    if not isinstance(parameters, dict):
+        raise ValueError(
+            f"--rope-parameters must be a JSON object such as "
+            f'{{"rope_type": "linear", "factor": 2.0}}, got {text!r}'
+        )
+    return parameters

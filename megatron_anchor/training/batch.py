@@ -1,0 +1,90 @@
+"""From the data loader to a micro-batch on every rank.
+
+Tensor-parallel rank 0 of every pipeline stage reads the sample; the others get it by one broadcast
+of one int32 tensor. Every stage needs the positions and documents, since its attention layers do.
+
+Legend: B micro-batch, S slots of a sample, P context-parallel size, s = S / P, n documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from torch import Tensor
+
+from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_batch
+from megatron_anchor.packing.layout import cu_seqlens_length
+
+SLOT_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One micro-batch as this rank sees it."""
+
+    tokens: Tensor
+    """[B, s] int64."""
+    labels: Tensor
+    """[B, s] int64, 0 where the loss is masked."""
+    loss_mask: Tensor
+    """[B, s] float32, 1 where the label counts."""
+    packed: AnchorPackedSeqParams
+    """Documents and positions for the attention layers."""
+    num_documents: Tensor
+    """[B] int64: documents of each sample."""
+    num_padding: Tensor
+    """[B] int64: padding slots of each sample."""
+
+
+def get_batch(
+    data_iterator: Iterator[dict[str, Tensor]] | None, *, micro_batch_size: int, seq_length: int
+) -> MicroBatch:
+    """Read the next micro-batch and give this rank its part.
+
+    Args:
+        data_iterator: yields collated samples of `PackedDataset`; None on other ranks than
+            tensor-parallel rank 0.
+        micro_batch_size: B.
+        seq_length: S.
+
+    Returns:
+        The micro-batch on the current device; a contiguous piece of the sequence under context
+        parallelism.
+    """
+    columns = {name: seq_length for name in SLOT_FIELDS}
+    columns |= {"cu_seqlens": cu_seqlens_length(seq_length), "num_documents": 1, "num_padding": 1}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None
+        sample = next(data_iterator)
+        rows = [sample[name].view(micro_batch_size, -1).to(torch.int32) for name in columns]
+        table = torch.cat(rows, dim=1).cuda(non_blocking=True)
+    else:
+        table = torch.empty(
+            micro_batch_size, sum(columns.values()), dtype=torch.int32, device="cuda"
+        )
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        dist.broadcast(
+            table,
+            mpu.get_tensor_model_parallel_src_rank(),
+            group=mpu.get_tensor_model_parallel_group(),
+        )
+    field = dict(zip(columns, table.split(list(columns.values()), dim=1), strict=True))
+    return _on_this_context_parallel_rank(field, seq_length)
+
+
+def _on_this_context_parallel_rank(field: dict[str, Tensor], seq_length: int) -> MicroBatch:
+    P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    s = seq_length // P
+    piece = {name: field[name][:, r * s : (r + 1) * s].long() for name in SLOT_FIELDS}
+    return MicroBatch(
+        tokens=piece["tokens"],
+        labels=piece["labels"],
+        loss_mask=piece["loss_mask"].float(),
+        packed=pack_micro_batch(piece["position_ids"], field["cu_seqlens"], seq_length=seq_length),
+        num_documents=field["num_documents"].squeeze(1).long(),
+        num_padding=field["num_padding"].squeeze(1).long(),
+    )

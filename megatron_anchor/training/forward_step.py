@@ -1,0 +1,139 @@
+"""Megatron's forward step and loss for packed documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import StragglerDetector
+from megatron.training import get_args, get_timers
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from torch import Tensor
+
+from megatron_anchor.training.batch import MicroBatch, get_batch
+
+stimer = StragglerDetector()
+
+SPIKE = 10
+"""A loss larger than this multiple of the largest one so far is reported (--check-for-spiky-loss);
+Megatron's own programs use the same factor."""
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) -> tuple[Any, Any]:
+    """Run one micro-batch through this rank's part of the model.
+
+    Args:
+        data_iterator: see `get_batch`.
+        model: Megatron's (wrapped) GPTModel.
+
+    Returns:
+        The model's output ([B, s] losses on the last pipeline stage) and the function that turns
+        it into Megatron's (loss, token count, report).
+    """
+    args, timers = get_args(), get_timers()
+    timers("batch-generator", log_level=2).start()
+    with stimer(bdata=True):
+        batch = get_batch(
+            data_iterator,
+            micro_batch_size=args.micro_batch_size
+            if model.training
+            else args.eval_micro_batch_size,
+            seq_length=args.seq_length,
+        )
+    if model.training:
+        update_seqlen_stats_from_cu_seqlens(batch.packed.cu_seqlens_q)  # Megatron's TFLOP/s figure
+    timers("batch-generator").stop()
+    with stimer:
+        output = model(
+            batch.tokens,
+            batch.packed.position_ids_Bs,
+            None,
+            labels=batch.labels,
+            loss_mask=batch.loss_mask,
+            packed_seq_params=batch.packed,
+        )
+    return output, partial(loss_function, batch=batch, report_packing=model.training)
+
+
+def loss_function(
+    losses_Bs: Tensor, *, batch: MicroBatch, report_packing: bool
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum the losses of the targets that count.
+
+    With --calculate-per-token-loss Megatron divides the summed gradient by the number of targets
+    of the whole global batch, and local sums and counts are what it needs. Without it, each
+    micro-batch is divided by its own number of targets; the pieces of one sample on different
+    context-parallel ranks hold different numbers of them, so the count is that of the whole sample
+    and the loss is scaled by the context-parallel size, which Megatron's gradient average divides
+    out again.
+
+    Args:
+        losses_Bs: [B, s] cross entropy of every slot.
+        batch: its loss mask and packing figures are read.
+        report_packing: add the packing figures to the report (Megatron would print a perplexity
+            for each of them during evaluation).
+
+    Returns:
+        Loss to differentiate, number of targets that it is divided by, and the report: pairs
+        [sum, count] that Megatron adds up over micro-batches and data- and context-parallel ranks,
+        logs and writes to TensorBoard.
+    """
+    args = get_args()
+    loss = torch.sum(losses_Bs.float() * batch.loss_mask)
+    targets = batch.loss_mask.sum().to(torch.int)
+    _check(loss, args)
+    report = {"lm loss": torch.stack((loss.detach(), targets.to(loss.dtype)))}
+    if report_packing:
+        report |= packing_report(batch, seq_length=args.seq_length)
+    cp_size = mpu.get_context_parallel_world_size()
+    if cp_size > 1 and not args.calculate_per_token_loss:
+        dist.all_reduce(targets, group=mpu.get_context_parallel_group())
+        loss = loss * cp_size
+    return loss, targets, report
+
+
+def packing_report(batch: MicroBatch, *, seq_length: int) -> dict[str, Tensor]:
+    """Give the packing figures of a micro-batch as [sum, count] pairs for Megatron's log.
+
+    Args:
+        batch: the micro-batch.
+        seq_length: S.
+
+    Returns:
+        Documents per sample, share of padding slots, and the share of full causal attention's work
+        that the documents leave (sum of l (l + 1) over S (S + 1)).
+    """
+    samples = batch.num_documents.numel()
+    length_n = batch.packed.cu_seqlens_q.diff().double()
+    work = (length_n * (length_n + 1)).sum()
+    pairs = {
+        "documents per sample": (batch.num_documents.sum(), samples),
+        "padding share": (batch.num_padding.sum(), samples * seq_length),
+        "attention work": (work, samples * seq_length * (seq_length + 1)),
+    }
+    # Scaled down to one sample: Megatron adds these up in float32.
+    return {
+        name: torch.stack((total.float() / count * samples, total.new_tensor(samples).float()))
+        for name, (total, count) in pairs.items()
+    }
+
+
+def _check(loss: Tensor, args: Any) -> None:
+    """Stop on NaN and Inf, and report spikes, through Megatron's rerun machine."""
+    machine = get_rerun_state_machine()
+    checks = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks += [(torch.isnan, "found NaN in local forward loss calculation", True)]
+        checks += [(torch.isinf, "found Inf in local forward loss calculation", True)]
+    if args.check_for_spiky_loss:
+        spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        checks += [(spiky, "Spiky loss", False)]
+    for rejection, message, fatal in checks:
+        machine.validate_result(
+            result=loss, rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
+        )

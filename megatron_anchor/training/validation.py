@@ -1,0 +1,205 @@
+"""What is refused before training starts, each with its reason and the remedy.
+
+Every rule is a pure function of the parsed arguments, so the reasons are tested without a model.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megatron_anchor.attention import ulysses
+from megatron_anchor.attention.backends import AttentionRequest, choose_backend
+from megatron_anchor.packing.patterns import check_attention_pattern
+from megatron_anchor.training.arguments import rope_scaling
+
+UNSUPPORTED_FLAGS = {
+    "multi_latent_attention": "--multi-latent-attention: MLA rotates only a part of each key and "
+    "shares it between heads, which this attention module does not do",
+    "mtp_num_layers": "--mtp-num-layers: multi-token prediction builds its own stock attention, "
+    "which would ignore document boundaries without a word",
+    "sft": "--sft: its dataset packs by itself; use a plain .bin/.idx corpus",
+    "fim_data": "--fim-data: fill-in-the-middle rewrites samples after packing",
+    "mock_data": "--mock-data: packing needs real documents; `make demo` builds a small corpus",
+    "hybrid_context_parallel": "--hybrid-context-parallel: use --context-parallel-size with "
+    "--cp-comm-type a2a",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking: "
+    "--attention-pattern intra-document-reset is that mask, with right positions under context "
+    "parallelism",
+    "reset_position_ids": "--reset-position-ids: use --attention-pattern intra-document-reset",
+    "reset_attention_mask": "--reset-attention-mask: use --attention-pattern intra-document",
+    "spec": "--spec: the layer spec is ours; in your own program take "
+    "megatron_anchor.attention.layer_spec.anchor_block_spec",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path: layers of different "
+    "shapes have their own layer spec",
+    "experimental_attention_variant": "--experimental-attention-variant: it would replace this "
+    "package's attention",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm: its schedule does not "
+    "pass packed documents on to the layers",
+    "window_size": "--window-size: sliding-window attention is not implemented",
+    "log_max_attention_logit": "--log-max-attention-logit: the kernels do not report logits",
+    "qk_clip": "--qk-clip: the kernels do not report logits",
+    "yaml_cfg": "--yaml-cfg: pass the arguments on the command line",
+    "use_megatron_fsdp": "--use-megatron-fsdp: never run with packed documents; use "
+    "--use-distributed-optimizer",
+    "use_torch_fsdp2": "--use-torch-fsdp2: never run with packed documents; use "
+    "--use-distributed-optimizer",
+    "perform_rl_step": "--perform-rl-step: reinforcement learning has its own data path",
+}
+"""Flag (as in Megatron's namespace) to the reason why it is refused when it is set."""
+
+
+def refusals(args: Namespace) -> list[str]:
+    """Collect the reasons why this run cannot start.
+
+    Args:
+        args: Megatron's namespace with our flags, before or after Megatron's own validation.
+
+    Returns:
+        Reasons, empty when all is well.
+    """
+    return [reason for rule in RULES for reason in rule(args)]
+
+
+def require_supported(args: Namespace) -> None:
+    """Refuse unsupported arguments.
+
+    Raises:
+        ValueError: with all reasons at once.
+    """
+    reasons = refusals(args)
+    if reasons:
+        raise ValueError(
+            "megatron_anchor cannot run with these arguments:\n  - " + "\n  - ".join(reasons)
+        )
+
+
+def attention_request(args: Namespace) -> AttentionRequest:
+    """Say what the arguments ask of an attention kernel."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    kinds = tuple(args.cp_comm_type) if args.context_parallel_size > 1 else ()
+    return AttentionRequest(
+        head_dim=head_dim(args),
+        dtype=dtype,
+        context_parallel_kinds=kinds,
+        dropout=args.attention_dropout,
+        deterministic=args.deterministic_mode,
+    )
+
+
+def head_dim(args: Namespace) -> int:
+    """Dimensions of an attention head: --kv-channels, else hidden size / heads."""
+    return args.kv_channels or args.hidden_size // args.num_attention_heads
+
+
+def _unsupported_flags(args: Namespace) -> Iterator[str]:
+    for name, reason in UNSUPPORTED_FLAGS.items():
+        if getattr(args, name, None) not in (None, False):
+            yield reason
+
+
+def _pattern(args: Namespace) -> Iterator[str]:
+    try:
+        check_attention_pattern(args.attention_pattern)
+    except ValueError as error:
+        yield str(error)
+
+
+def _positions(args: Namespace) -> Iterator[str]:
+    kind = args.position_embedding_type
+    if kind == "yarn":
+        yield (
+            "--position-embedding-type yarn: pass --position-embedding-type rope and "
+            '--rope-parameters \'{"rope_type": "yarn", "factor": ...}\' (Hugging Face\'s formula)'
+        )
+    elif kind != "rope":
+        yield (
+            f"--position-embedding-type {kind}: AnchorAttention is about rotary positions; pass "
+            "--position-embedding-type rope (learned_absolute is Megatron's default)"
+        )
+    try:
+        rope_scaling(args)
+    except ValueError as error:
+        yield str(error)
+
+
+def _shape(args: Namespace) -> Iterator[str]:
+    for name in ("hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
+        if getattr(args, name) is None:
+            yield f"--{name.replace('_', '-')} is missing"
+
+
+def _divisibility(args: Namespace) -> Iterator[str]:
+    if next(_shape(args), None):
+        return
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    heads, groups = args.num_attention_heads, _query_groups(args)
+    pieces = cp * (tp if args.sequence_parallel else 1)
+    unit = 2 * pieces if cp > 1 else pieces  # Megatron itself insists on the factor 2
+    if args.seq_length % unit:
+        yield (
+            f"--seq-length {args.seq_length} is not a multiple of {unit} (context parallel {cp}"
+            + (" x 2" if cp > 1 else "")
+            + (f" x tensor parallel {tp}" if args.sequence_parallel else "")
+            + f"); the next lower multiple is {args.seq_length // unit * unit}"
+        )
+    if args.kv_channels is None and args.hidden_size % heads:
+        yield (
+            f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads {heads}; "
+            "change one of them or set --kv-channels"
+        )
+    if heads % tp:
+        yield (
+            f"--num-attention-heads {heads} cannot be shared by --tensor-model-parallel-size {tp}"
+        )
+    elif heads % groups:
+        yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}"
+    elif groups % tp and tp % groups:
+        yield (
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must be a "
+            "multiple of the other"
+        )
+    elif cp > 1 and (
+        reason := ulysses.why_not(
+            query_heads=heads // tp, kv_heads=max(1, groups // tp), cp_size=cp
+        )
+    ):
+        yield reason
+
+
+def _query_groups(args: Namespace) -> int:
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
+def _backend(args: Namespace) -> Iterator[str]:
+    if next(_shape(args), None):
+        return
+    try:
+        choose_backend(args.anchor_attention_backend, attention_request(args))
+    except ValueError as error:
+        yield str(error)
+
+
+def _host_features(args: Namespace) -> Iterator[str]:
+    if getattr(args, "softmax_type", "vanilla") != "vanilla":
+        yield f"--softmax-type {args.softmax_type}: the kernels have no sink logit"
+    if getattr(args, "cuda_graph_impl", "none") != "none":
+        yield (
+            f"--cuda-graph-impl {args.cuda_graph_impl}: the number of documents changes with every "
+            "sample, a captured graph cannot follow"
+        )
+    if args.transformer_impl == "inference_optimized":
+        yield "--transformer-impl inference_optimized is for inference"
+
+
+RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
+    _unsupported_flags,
+    _pattern,
+    _positions,
+    _shape,
+    _divisibility,
+    _backend,
+    _host_features,
+)

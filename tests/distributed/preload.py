@@ -1,0 +1,19 @@
+"""What every forked rank needs, imported once: torch, Megatron and the CPU replacements."""
+
+import os
+import warnings
+
+os.environ["OMP_NUM_THREADS"] = "1"
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+from megatron_anchor import on_cpu  # noqa: E402
+
+on_cpu.enable()
+
+import megatron.training.training  # noqa: E402, F401
+
+import megatron_anchor.training.providers  # noqa: E402, F401

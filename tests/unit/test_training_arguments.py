@@ -1,0 +1,159 @@
+"""Flags, defaults and refusals, on the namespace that Megatron's real parser makes."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_anchor.training.arguments import (
+    AnchorArguments,
+    add_anchor_arguments,
+    anchor_arguments,
+    rope_scaling,
+)
+from megatron_anchor.training.providers import anchor_token_id, rotary_settings
+from megatron_anchor.training.validation import UNSUPPORTED_FLAGS, refusals, require_supported
+
+GOOD = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --position-embedding-type rope"
+)
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    def parse(extra="", base=GOOD):
+        from megatron.training.arguments import parse_args
+
+        words = re.findall(r"'[^']*'|\S+", f"{base} {extra}")
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *(w.strip("'") for w in words)])
+        return parse_args(add_anchor_arguments)
+
+    return parse
+
+
+def test_all_our_flags_are_these(parse):
+    """Flags are a promise; this list changes only on purpose."""
+    assert list(AnchorArguments.__dataclass_fields__) == [
+        "attention_pattern",
+        "anchor_token_id",
+        "anchor_attention_backend",
+        "rope_parameters",
+        "rope_angle_dtype",
+    ]
+    assert anchor_arguments(parse()) == AnchorArguments()
+
+
+def test_every_flag_has_a_help_text(capsys, parse):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    ours = text[text.index("megatron_anchor:") :]
+    for flag in ("--attention-pattern", "--anchor-token-id", "--rope-parameters"):
+        assert re.search(rf"{flag} \S+\s+\w+", ours), f"{flag} has no help"
+
+
+def test_good_arguments_are_not_refused(parse):
+    assert refusals(parse()) == []
+    require_supported(parse("--tensor-model-parallel-size 2 --context-parallel-size 2"))
+
+
+def test_context_parallelism_is_ulysses_unless_told_otherwise(parse):
+    assert parse().cp_comm_type == ["a2a"]
+
+
+REFUSED = {
+    "--attention-pattern anchr": "unknown attention pattern 'anchr': did you mean 'anchor'",
+    "--position-embedding-type learned_absolute": "--position-embedding-type learned_absolute: .*"
+    "pass --position-embedding-type rope",
+    "--position-embedding-type yarn": r"--rope-parameters '\{\"rope_type\": \"yarn\"",
+    "--seq-length 62 --context-parallel-size 2": "--seq-length 62 is not a multiple of 4 "
+    r"\(context parallel 2 x 2\); the next lower multiple is 60",
+    "--seq-length 66 --tensor-model-parallel-size 4 --sequence-parallel": "--seq-length 66 is not "
+    r"a multiple of 4 \(context parallel 1 x tensor parallel 4\)",
+    "--hidden-size 60": "--hidden-size 60 is not a multiple of --num-attention-heads 8",
+    "--tensor-model-parallel-size 3": "--num-attention-heads 8 cannot be shared by "
+    "--tensor-model-parallel-size 3",
+    "--group-query-attention --num-query-groups 3": "8 is not a multiple of --num-query-groups 3",
+    "--num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6 "
+    "--tensor-model-parallel-size 4": "--num-query-groups 6 and --tensor-model-parallel-size 4",
+    "--context-parallel-size 16": "8 query heads per tensor-parallel rank cannot be shared by 16",
+    "--context-parallel-size 2 --cp-comm-type p2p": "--cp-comm-type p2p needs Transformer Engine",
+    "--context-parallel-size 2 --cp-comm-type all_gather": "--cp-comm-type all_gather needs",
+    "--anchor-attention-backend sdap": "unknown --anchor-attention-backend 'sdap'; did you mean",
+    "--rope-parameters nonsense": "--rope-parameters is not JSON: 'nonsense'",
+    "--rope-parameters 3": "--rope-parameters must be a JSON object",
+    "--use-rope-scaling --rotary-seq-len-interpolation-factor 2": "two RoPE scalings",
+    "--multi-latent-attention": "--multi-latent-attention: MLA",
+    "--mtp-num-layers 1": "--mtp-num-layers: multi-token prediction",
+    "--reset-position-ids": "use --attention-pattern intra-document-reset",
+    "--mock-data": "--mock-data: packing needs real documents",
+    "--softmax-type learnable": "--softmax-type learnable: the kernels have no sink",
+    "--window-size 128,0": "sliding-window attention is not implemented",
+}
+
+
+@pytest.mark.parametrize("extra", REFUSED)
+def test_what_cannot_run_is_refused_with_value_and_remedy(extra, parse):
+    with pytest.raises(ValueError, match=REFUSED[extra]):
+        require_supported(parse(extra))
+
+
+def test_missing_shape_arguments_are_named(parse):
+    reasons = refusals(parse(base="--position-embedding-type rope"))
+    assert [r for r in reasons if "--hidden-size is missing" in r]
+
+
+def test_all_reasons_are_given_at_once(parse):
+    with pytest.raises(ValueError, match=r"(?s)anchr.*--seq-length 63"):
+        require_supported(
+            parse("--attention-pattern anchr --seq-length 63 --context-parallel-size 2")
+        )
+
+
+def test_every_unsupported_flag_still_exists_in_the_host(parse):
+    known = vars(parse())
+    known |= dict.fromkeys(("experimental_attention_variant", "window_size", "qk_clip"))
+    assert not [name for name in UNSUPPORTED_FLAGS if name not in known]
+
+
+def test_scalings_take_hugging_face_form(parse):
+    assert rope_scaling(parse()) == {}
+    assert rope_scaling(parse("--use-rope-scaling"))["rope_type"] == "llama3"
+    assert rope_scaling(parse("--use-rope-scaling"))["factor"] == 8.0
+    assert rope_scaling(parse("--rotary-seq-len-interpolation-factor 4")) == {
+        "rope_type": "linear",
+        "factor": 4.0,
+    }
+    yarn = '{"rope_type":"yarn","factor":4.0}'
+    assert rope_scaling(parse(f"--rope-parameters '{yarn}'"))["rope_type"] == "yarn"
+
+
+def test_rotary_settings_follow_the_flags(parse):
+    rotary = rotary_settings(parse("--rotary-base 500000 --rotary-percent 0.5 --kv-channels 32"))
+    assert (rotary.head_dim, rotary.rotated_dim, rotary.base) == (32, 16, 5e5)
+
+
+@pytest.mark.parametrize(
+    ("flag", "ids", "anchor"),
+    [
+        (None, {"bos_id": 1, "eos_id": 2}, 1),
+        (None, {"bos_id": None, "eos_id": 2}, 2),
+        (None, {"bos_id": -1, "eos_id": 2}, 2),
+        (None, {"eod": 3}, 3),
+        (5, {"bos_id": 1, "eos_id": 2}, 5),
+        (0, {"bos_id": 1}, 0),
+    ],
+)
+def test_anchor_is_the_flag_else_bos_else_eos(flag, ids, anchor):
+    args = SimpleNamespace(anchor_token_id=flag, tokenizer_type="X")
+    assert anchor_token_id(args, SimpleNamespace(vocab_size=10, **ids)) == anchor
+
+
+def test_no_anchor_or_one_outside_the_vocabulary_is_refused():
+    tokenizer = SimpleNamespace(vocab_size=10)
+    with pytest.raises(ValueError, match="neither bos nor eos; set --anchor-token-id"):
+        anchor_token_id(SimpleNamespace(anchor_token_id=None, tokenizer_type="X"), tokenizer)
+    with pytest.raises(ValueError, match=r"anchor token 10 \(from --anchor-token-id\) is outside"):
+        anchor_token_id(SimpleNamespace(anchor_token_id=10, tokenizer_type="X"), tokenizer)
