@@ -1,0 +1,12 @@
+"""Rows for Megatron-Core itself: what it takes for granted on a machine with GPUs."""
+
+from megatron_anchor.on_cpu.table import MEGATRON, Row, instead
+
+ROWS = (
+    Row(
+        target="megatron.core.datasets.utils:compile_helpers",
+        replacement=instead(lambda: None),
+        reason="the wheel ships the compiled dataset helpers and no Makefile to build them",
+        host=MEGATRON,
+    ),
+)

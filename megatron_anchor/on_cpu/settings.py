@@ -1,0 +1,76 @@
+"""Process-wide settings that go with the replacements."""
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting of the process."""
+
+    name: str
+    apply: Callable[[], None]
+    reason: str
+
+
+def _default(name: str, value: str) -> Callable[[], None]:
+    return lambda: _set_default(name, value)
+
+
+def _set_default(name: str, value: str) -> None:
+    os.environ.setdefault(name, value)
+
+
+def _no_compiler() -> None:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].config.disable = True
+
+
+def _shared_generator_is_fine(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _quiet_rng_warning() -> None:
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_shared_generator_is_fine)
+
+
+def _close_groups() -> None:
+    distributed = sys.modules["torch.distributed"]
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _close_groups_at_exit() -> None:
+    import torch.distributed  # noqa: F401
+
+    atexit.unregister(_close_groups)
+    atexit.register(_close_groups)
+
+
+SETTINGS = (
+    Setting(
+        name="TORCHDYNAMO_DISABLE=1",
+        apply=_no_compiler,
+        reason="Megatron compiles its fused functions, and the compiler asks the CUDA driver",
+    ),
+    Setting(
+        name="CUDA_DEVICE_MAX_CONNECTIONS=1 (if unset)",
+        apply=_default("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+        reason="Megatron's arguments insist on it; it means nothing here",
+    ),
+    Setting(
+        name="no 'CPU RNG state changed within GPU RNG context'",
+        apply=_quiet_rng_warning,
+        reason="the two generators are one: the warning comes at every dropout",
+    ),
+    Setting(
+        name="destroy_process_group() at exit",
+        apply=_close_groups_at_exit,
+        reason="gloo's threads can abort a process that exits while its groups are open",
+    ),
+)
