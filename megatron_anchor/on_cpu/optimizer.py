@@ -65,7 +65,8 @@ def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def on_cpu(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
         if _is_torch_adam(self.optimizer):
             tensors = {**tensors, "step": None}
-        original(self, model_param, tensors)
+        with torch.no_grad():  # float32 models keep no copy: the target is the parameter itself
+            original(self, model_param, tensors)
 
     return on_cpu
 

@@ -1,5 +1,5 @@
 """The whole table."""
 
-from megatron_anchor.on_cpu import cuda, distributed, megatron, optimizer, tensors
+from megatron_anchor.on_cpu import cuda, data, distributed, megatron, optimizer, tensors
 
-ROWS = (*tensors.ROWS, *cuda.ROWS, *distributed.ROWS, *optimizer.ROWS, *megatron.ROWS)
+ROWS = (*tensors.ROWS, *cuda.ROWS, *data.ROWS, *distributed.ROWS, *optimizer.ROWS, *megatron.ROWS)
