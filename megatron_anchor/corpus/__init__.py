@@ -1,0 +1,24 @@
+"""Corpora: from texts to Megatron's `.bin/.idx`, never losing a row."""
+
+from megatron_anchor.corpus.errors import CorpusError, Rejection, RowError, WorkerError
+from megatron_anchor.corpus.indexed import IndexedCorpus, token_dtype
+from megatron_anchor.corpus.manifest import KeyManifest, read_domains, read_manifest
+from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
+from megatron_anchor.corpus.tokenizers import TokenizerConfig, load_tokenizer
+
+__all__ = [
+    "CorpusError",
+    "IndexedCorpus",
+    "KeyManifest",
+    "PreprocessConfig",
+    "Rejection",
+    "RowError",
+    "Summary",
+    "TokenizerConfig",
+    "WorkerError",
+    "load_tokenizer",
+    "preprocess",
+    "read_domains",
+    "read_manifest",
+    "token_dtype",
+]

@@ -1,0 +1,128 @@
+"""The command line of `tools/preprocess_data.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
+from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
+from megatron_anchor.corpus.sources import FORMATS
+
+_EXAMPLE = """\
+  python tools/preprocess_data.py --input 'data/*.jsonl.gz' --json-keys text \\
+      --domain-key meta.redpajama_set_name --tokenizer-model meta-llama/Llama-3.1-8B \\
+      --append-eod --output-prefix corpus/slimpajama
+  writes corpus/slimpajama_text_document.bin and .idx for Megatron's --data-path, and beside them
+  .manifest.json and .domains.npy"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags; names that Megatron's tool has mean the same here."""
+    parser = make_parser("Turn texts into Megatron's .bin/.idx corpora.", _EXAMPLE)
+    _add_input(parser)
+    add_tokenizer_arguments(parser)
+    _add_processing(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("input")
+    add = group.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, patterns in quotes, or folders: .jsonl, .json, .jsonl.gz, .jsonl.zst, "
+        ".parquet, .txt (one document a file), a folder of Dataset.save_to_disk, or hf://owner/name",
+    )
+    add("--json-keys", nargs="+", metavar="KEY", help="keys to take, one corpus each (text)")
+    add("--input-format", choices=FORMATS, help="for files whose names do not tell")
+    add("--domain", nargs="+", default=(), metavar="NAME", help="one for all inputs, or one each")
+    add("--domain-key", metavar="KEY", help="dotted path to a row's domain")
+    add(
+        "--pretokenized",
+        action="store_true",
+        help="rows hold input_ids, and source spans that name their documents (AnchorContext)",
+    )
+    add("--hf-split", default="train", help="split of a saved or hub dataset")
+    add("--hf-config", help="configuration of a hub dataset")
+    add("--max-row-mb", type=int, default=100, help="rows above this are bad rows (default 100)")
+
+
+def _add_processing(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processing")
+    add = group.add_argument
+    add("--append-eod", action="store_true", help="end every document with the eod token")
+    add("--split-sentences", action="store_true", help="one sequence a sentence (nltk Punkt)")
+    add("--keep-newlines", action="store_true", help="sentences keep the newlines after them")
+    add("--lang", default="english", help="language of the Punkt model")
+    add("--punkt-path", metavar="PATH", help="local punkt_tab folder or punkt_tab.zip")
+    add("--workers", type=int, default=0, help="cores to use (default: all)")
+    add(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="stop at the first bad row, or leave bad rows out and list them in a side file",
+    )
+    add("--shard", metavar="I/N", help="do only part I (from 0) of N; then tools/merge_corpora.py")
+    add("--chunk-kb", type=int, default=512, help="text that a worker gets at once")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--output-prefix", required=True, metavar="PREFIX")
+    add("--resume", action="store_true", help="go on where a killed run stopped")
+    add("--overwrite", action="store_true", help="replace what is there")
+    add("--checkpoint-seconds", type=float, default=10.0, help="how much work a kill may cost")
+    add("--json", action="store_true", help="print the summary as JSON on stdout")
+    add("--no-progress", action="store_true", help="no progress bar")
+
+
+def config_from(args: argparse.Namespace) -> PreprocessConfig:
+    """The library's settings for parsed arguments."""
+    special = {"tokenizer", "progress", "json_keys"}
+    names = [name for name in PreprocessConfig.__dataclass_fields__ if name not in special]
+    values: dict[str, Any] = {name: getattr(args, name) for name in names}
+    default_keys = ["input_ids"] if args.pretokenized else ["text"]
+    for name in ("input", "domain"):
+        values[name] = tuple(values[name])
+    return PreprocessConfig(
+        **values,
+        json_keys=tuple(args.json_keys or default_keys),
+        tokenizer=tokenizer_config(args),
+        progress=not args.no_progress and not args.json,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, preprocess, print; 0 when every good row was written."""
+    args = parser().parse_args(argv)
+    summary = preprocess(config_from(args))
+    if args.json:
+        print(json.dumps(asdict(summary)))
+    else:
+        print_summary(summary)
+    return 0
+
+
+def print_summary(summary: Summary) -> None:
+    """The summary for people."""
+    for note in summary.notes:
+        print(f"note: {note}", file=sys.stderr)
+    for prefix, documents, tokens, empty in zip(
+        summary.prefixes, summary.documents, summary.tokens, summary.empty_documents, strict=True
+    ):
+        print(f"{prefix}: {documents} documents, {tokens} tokens, {empty} empty left out")
+    rate = summary.text_bytes / 1e6 / max(summary.seconds, 1e-9)
+    print(f"{summary.rows_read} rows read in {summary.seconds:.1f} s ({rate:.2f} MB/s)")
+    if summary.rejected:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in summary.rejected.items())
+        print(f"{sum(summary.rejected.values())} rows rejected ({kinds}): {summary.rejected_file}")

@@ -1,0 +1,203 @@
+"""The work on one chunk, wherever it runs: rows -> texts -> ids -> arrays ready to be appended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_anchor.corpus.errors import Rejection
+from megatron_anchor.corpus.readers import Chunk
+from megatron_anchor.corpus.rows import Document, RowOptions, parse_chunk
+from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter
+from megatron_anchor.corpus.tokenizers import EngineRecipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeConfig:
+    """Everything a worker needs; small enough to be sent to it once."""
+
+    recipe: EngineRecipe
+    rows: RowOptions
+    dtype: np.dtype
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    eod_id: int | None = None
+    """Appended to every document where it is not None."""
+    splitter: SplitterConfig | None = None
+    threads: int = 1
+
+
+@dataclass
+class KeyOutput:
+    """The documents of one JSON key.
+
+    `tokens` [tokens] of the corpus dtype, `lengths` int32 [sequences], `document_ends` int64
+    [documents] in sequences from the chunk's start, `domains` int32 [documents] into the chunk's
+    `domain_names`, `empty` documents without any token.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    document_ends: np.ndarray
+    domains: np.ndarray
+    empty: int = 0
+
+
+@dataclass
+class EncodedChunk:
+    """What the writer appends for one chunk."""
+
+    outputs: list[KeyOutput]
+    domain_names: list[str]
+    rows_read: int
+    blank_lines: int
+    text_bytes: int
+    rejections: list[Rejection] = field(default_factory=list)
+
+
+class ChunkEncoder:
+    """Encodes chunks; holds the engine and the sentence splitter."""
+
+    def __init__(self, config: EncodeConfig) -> None:
+        self._config = config
+        self._engine = config.recipe.make(threads=config.threads)
+        self._split = make_splitter(config.splitter) if config.splitter else None
+
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        """Encode one chunk."""
+        config = self._config
+        parsed = parse_chunk(chunk, config.rows)
+        documents, rejections = parsed.documents, parsed.rejections
+        good = parsed.good_rows
+        if self._split and not config.rows.pretokenized:
+            for document in documents:
+                document.values = [self._sentences(texts) for texts in document.values]
+        if config.rows.pretokenized:
+            ids = [array for document in documents for [array] in document.values]
+        else:
+            texts = [text for doc in documents for value in doc.values for text in value]
+            ids, failures = self._encode(texts)
+            if failures:
+                documents, ids, failed = _without_failed(documents, ids, failures, chunk.path)
+                good, rejections = good - len(failed), rejections + failed
+        names = list(dict.fromkeys(document.domain for document in documents))
+        rejections.sort(key=lambda rejection: rejection.row)
+        return EncodedChunk(
+            outputs=self._assemble(documents, ids, names),
+            domain_names=names,
+            rows_read=good + len(rejections),
+            blank_lines=parsed.blank_lines,
+            text_bytes=parsed.text_bytes,
+            rejections=rejections,
+        )
+
+    def _sentences(self, texts: Sequence[str]) -> list[str]:
+        assert self._split is not None
+        return [sentence for text in texts for sentence in self._split(text)]
+
+    def _encode(self, texts: list[str]) -> tuple[list[np.ndarray], dict[int, str]]:
+        """Ids of every text, and the error of each text that the engine cannot take."""
+        try:
+            return self._engine.encode_batch(texts), {}
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException:  # engines written in Rust panic with a BaseException
+            pass
+        ids, failures = [], {}
+        for number, text in enumerate(texts):
+            try:
+                ids += self._engine.encode_batch([text])
+            except (KeyboardInterrupt, SystemExit, MemoryError):
+                raise
+            except BaseException as error:
+                ids.append(np.empty(0, dtype=np.int32))
+                failures[number] = str(error)
+        return ids, failures
+
+    def _assemble(
+        self, documents: list[Document], ids: list[np.ndarray], names: list[str]
+    ) -> list[KeyOutput]:
+        keys = len(self._config.rows.keys)
+        builders = [_KeyBuilder(self._config) for _ in range(keys)]
+        codes = {name: code for code, name in enumerate(names)}
+        at = 0
+        for document in documents:
+            code = codes[document.domain]
+            for builder, value in zip(builders, document.values, strict=True):
+                builder.add(ids[at : at + len(value)], code)
+                at += len(value)
+        return [builder.finish() for builder in builders]
+
+
+def _without_failed(
+    documents: list[Document], ids: list[np.ndarray], failures: dict[int, str], path: str
+) -> tuple[list[Document], list[np.ndarray], list[Rejection]]:
+    """Take out whole documents of which the engine could not encode a text."""
+    good, kept, rejected, at = [], [], [], 0
+    for document in documents:
+        end = at + sum(map(len, document.values))
+        errors = [failures[number] for number in range(at, end) if number in failures]
+        if errors:
+            rejected.append(
+                Rejection(path, document.row, "tokenizer failed", errors[0], document.raw)
+            )
+        else:
+            good.append(document)
+            kept += ids[at:end]
+        at = end
+    return good, kept, rejected
+
+
+class _KeyBuilder:
+    """Gathers the documents of one key; a document's sequences stay apart."""
+
+    def __init__(self, config: EncodeConfig) -> None:
+        self._dtype = config.dtype
+        self._prefix = np.array(config.prefix, dtype=config.dtype) if config.prefix else None
+        self._suffix = np.array(config.suffix, dtype=config.dtype) if config.suffix else None
+        self._affix = len(config.prefix) + len(config.suffix)
+        eod, append = config.eod_id, config.eod_id is not None
+        self._eod = np.array([eod], dtype=config.dtype) if append else None
+        # others' documents may end with eod already
+        self._known_end = eod if append and config.rows.pretokenized else None
+        self._parts: list[np.ndarray] = []
+        self._lengths: list[int] = []
+        self._ends: list[int] = []
+        self._domains: list[int] = []
+        self._empty = 0
+
+    def add(self, sequences: Sequence[np.ndarray], domain: int) -> None:
+        """Append one document; one without tokens is only counted."""
+        parts, lengths, before = self._parts, self._lengths, len(self._lengths)
+        for ids in sequences:
+            if not len(ids):
+                continue
+            if self._prefix is not None:
+                parts.append(self._prefix)
+            parts.append(ids)
+            if self._suffix is not None:
+                parts.append(self._suffix)
+            lengths.append(len(ids) + self._affix)
+        if len(lengths) == before:
+            self._empty += 1
+            return
+        if self._eod is not None and parts[-1][-1] != self._known_end:
+            parts.append(self._eod)
+            lengths[-1] += 1
+        self._ends.append(len(lengths))
+        self._domains.append(domain)
+
+    def finish(self) -> KeyOutput:
+        """The arrays of all documents added."""
+        tokens = np.empty(0, dtype=self._dtype)
+        if self._parts:
+            tokens = np.concatenate(self._parts, dtype=self._dtype, casting="unsafe")
+        return KeyOutput(
+            tokens=tokens,
+            lengths=np.array(self._lengths, dtype=np.int32),
+            document_ends=np.array(self._ends, dtype=np.int64),
+            domains=np.array(self._domains, dtype=np.int32),
+            empty=self._empty,
+        )

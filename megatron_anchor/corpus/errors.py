@@ -1,0 +1,61 @@
+"""What can go wrong with a corpus, as the user sees it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+
+
+class CorpusError(ValueError):
+    """A problem that the user can mend; the message shows value, place and remedy."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One row of the input that gave no document, and why.
+
+    `row` is the number of the row in its file counted from 1 (the line number of a JSON-lines
+    file), or 0 where the whole file is meant. `kind` groups the reasons in summaries.
+    """
+
+    file: str
+    row: int
+    kind: str
+    detail: str = ""
+    raw: bytes | None = None
+
+    @property
+    def place(self) -> str:
+        """`FILE:ROW`, or the file alone."""
+        return f"{self.file}:{self.row}" if self.row else self.file
+
+    @property
+    def reason(self) -> str:
+        """Kind and detail in one phrase."""
+        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+
+    def as_json(self) -> str:
+        """One line for the side file; bytes that are not UTF-8 travel as base64."""
+        entry: dict[str, object] = {"file": self.file, "row": self.row, "reason": self.reason}
+        if self.raw is not None:
+            try:
+                entry["raw"] = self.raw.decode("utf-8")
+            except UnicodeDecodeError:
+                entry["raw_base64"] = base64.b64encode(self.raw).decode("ascii")
+        return json.dumps(entry)
+
+
+class RowError(CorpusError):
+    """The first bad row of a run with `--on-error stop`."""
+
+    def __init__(self, rejection: Rejection) -> None:
+        self.rejection = rejection
+        super().__init__(
+            f"{rejection.place}: {rejection.reason}. Mend the row, or run again with "
+            "--on-error skip to leave such rows out and list them in a side file."
+        )
+
+
+class WorkerError(CorpusError):
+    """A worker process ended without an answer (killed, or out of memory)."""

@@ -1,0 +1,175 @@
+"""Megatron's `.bin/.idx` pair: reading, and writing an index from streams.
+
+Format (megatron/core/datasets/indexed_dataset.py): `.bin` is all tokens one after another; `.idx`
+is a header, the sequence count, the length of `document_indices`, then `int32` lengths, `int64`
+byte offsets and `int64` document indices (the first is 0, the last the sequence count). A document
+is the range of sequences between two neighbours.
+
+Nothing here holds more than a few megabytes: arrays are mapped, and the index is written in blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron_anchor.corpus.errors import CorpusError
+
+MAGIC = b"MMIDIDX\x00\x00"
+_HEAD = struct.Struct("<QBQQ")  # version, dtype code, sequences, document indices
+_DTYPES: dict[int, np.dtype] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    6: np.dtype(np.float64),
+    7: np.dtype(np.float32),
+    8: np.dtype(np.uint16),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_BLOCK = 1 << 20  # elements moved at once
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron takes for a vocabulary (`DType.optimal_dtype`): uint16 below 65500."""
+    return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """The token file of a corpus."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """The index file of a corpus."""
+    return Path(f"{prefix}.idx")
+
+
+@dataclass(frozen=True)
+class IndexedCorpus:
+    """A mapped `.bin/.idx` pair.
+
+    `lengths` int32 [sequences], `pointers` int64 [sequences] (bytes), `document_indices` int64
+    [documents + 1], `tokens` [all tokens] of the index's dtype.
+    """
+
+    prefix: Path
+    lengths: np.ndarray
+    pointers: np.ndarray
+    document_indices: np.ndarray
+    tokens: np.ndarray
+
+    @classmethod
+    def open(cls, prefix: str | Path) -> IndexedCorpus:
+        """Map the pair at `prefix`; `CorpusError` where a file is missing or malformed."""
+        for path in (bin_path(prefix), idx_path(prefix)):
+            if not path.is_file():
+                raise CorpusError(f"{path} does not exist; give the prefix without .bin or .idx")
+        path = idx_path(prefix)
+        with open(path, "rb") as stream:
+            magic, head = stream.read(len(MAGIC)), stream.read(_HEAD.size)
+        if magic != MAGIC or len(head) != _HEAD.size:
+            raise CorpusError(f"{path} is not a Megatron index: it begins with {magic!r}")
+        version, code, sequences, indices = _HEAD.unpack(head)
+        if version != 1 or code not in _DTYPES:
+            raise CorpusError(
+                f"{path} has version {version} and dtype code {code}; "
+                f"known are version 1 and the codes {sorted(_DTYPES)}"
+            )
+        start = len(MAGIC) + _HEAD.size
+        expected = start + 12 * sequences + 8 * indices
+        size = path.stat().st_size
+        if size < expected:
+            raise CorpusError(
+                f"{path} holds {size} bytes, but {sequences} sequences and {indices} document "
+                f"indices need {expected}: it was cut short, build it again"
+            )
+        raw = np.memmap(path, mode="r", dtype=np.uint8)
+        pointers_at, documents_at = start + 4 * sequences, start + 12 * sequences
+        return cls(
+            prefix=Path(prefix),
+            lengths=raw[start:pointers_at].view(np.int32),
+            pointers=raw[pointers_at:documents_at].view(np.int64),
+            document_indices=raw[documents_at:expected].view(np.int64),
+            tokens=_map_tokens(bin_path(prefix), _DTYPES[code]),
+        )
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the tokens."""
+        return self.tokens.dtype
+
+    def __len__(self) -> int:
+        """The number of documents."""
+        return max(0, len(self.document_indices) - 1)
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of document `index`, 1-D; all its sequences together."""
+        if not 0 <= index < len(self):
+            raise CorpusError(
+                f"document {index} asked of {self.prefix}, which holds 0 to {len(self) - 1}"
+            )
+        first, last = self.document_indices[index], self.document_indices[index + 1]
+        if first == last:
+            return self.tokens[:0]
+        start = int(self.pointers[first]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[first:last].sum(dtype=np.int64))]
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of every document, int64 [documents]."""
+        ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+        return np.diff(ends[self.document_indices])
+
+
+def _map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise CorpusError(f"{path} holds {size} bytes, which is no whole number of {dtype} tokens")
+    if size == 0:
+        return np.empty(0, dtype=dtype)  # an empty file cannot be mapped
+    return np.memmap(path, mode="r", dtype=dtype)
+
+
+def write_index(
+    path: Path, *, dtype: np.dtype, lengths_file: Path, document_ends_file: Path
+) -> None:
+    """Write an `.idx` from a file of int32 lengths and one of int64 document ends.
+
+    The ends are counts of sequences from the start of the corpus, without the leading 0.
+    """
+    sequences = lengths_file.stat().st_size // 4
+    documents = document_ends_file.stat().st_size // 8
+    with open(path, "wb") as out:
+        out.write(MAGIC + _HEAD.pack(1, _CODES[dtype], sequences, documents + 1))
+        for block in _blocks(lengths_file, np.int32):
+            out.write(block.data)
+        _write_pointers(out, lengths_file, dtype.itemsize)
+        out.write(np.zeros(1, dtype=np.int64).data)
+        for block in _blocks(document_ends_file, np.int64):
+            out.write(block.data)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _write_pointers(out: BinaryIO, lengths_file: Path, itemsize: int) -> None:
+    at = 0
+    for block in _blocks(lengths_file, np.int32):
+        ends = at + np.cumsum(block, dtype=np.int64) * itemsize
+        out.write(np.concatenate(([at], ends[:-1])).astype(np.int64).data)
+        at = int(ends[-1])
+
+
+def _blocks(path: Path, dtype: type) -> Iterator[np.ndarray]:
+    with open(path, "rb") as stream:
+        while True:
+            block: np.ndarray = np.fromfile(stream, dtype=dtype, count=_BLOCK)
+            if not block.size:
+                return
+            yield block

@@ -1,0 +1,343 @@
+"""A corpus in the making: streams in `PREFIX.partial/`, checkpoints, and the final renames.
+
+Nothing carries a final name before everything is written. A checkpoint is a small JSON with the
+place in the input and the sizes of all streams; a resumed run cuts the streams back to it and goes
+on, so its result is the same bytes as that of an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_anchor.corpus.encoding import EncodedChunk, KeyOutput
+from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.indexed import write_index
+from megatron_anchor.corpus.manifest import DomainCount, KeyManifest, write_domains
+
+_MOST_DOMAINS = 10_000
+_STREAMS = ("bin", "lengths", "ends", "domains")
+
+
+@dataclass
+class Progress:
+    """Where a run stands: the next place of the input, and what was written up to there."""
+
+    span: int = 0
+    offset: int = 0
+    row: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of every stream."""
+    rows_read: int = 0
+    blank_lines: int = 0
+    text_bytes: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Rows by kind of reason."""
+    empty: list[int] = field(default_factory=list)
+    """Documents without tokens, by key."""
+    sequences: list[int] = field(default_factory=list)
+    documents: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    domains: list[str] = field(default_factory=list)
+    """Names by id, in the order in which they were met."""
+    domain_documents: list[list[int]] = field(default_factory=list)
+    domain_tokens: list[list[int]] = field(default_factory=list)
+    source_rows: dict[str, int] = field(default_factory=dict)
+    """Rows read of a source, by its number."""
+    complete: bool = False
+
+    @property
+    def rejected_rows(self) -> int:
+        """Rows that gave no document because they are bad."""
+        return sum(self.rejected.values())
+
+
+class CorpusOutput:
+    """The streams of one run; use as a context manager."""
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        keys: Sequence[str],
+        level: str,
+        dtype: np.dtype,
+        identity: Mapping[str, Any],
+        resume: bool,
+        overwrite: bool,
+        checkpoint_seconds: float = 10.0,
+    ) -> None:
+        self.prefix = Path(prefix)
+        self.keys = tuple(keys)
+        self.dtype = dtype
+        self.folder = Path(f"{prefix}.partial")
+        self._level = level
+        self._identity = json.loads(json.dumps(identity))
+        self._every = checkpoint_seconds
+        self._last = time.monotonic()
+        self._files: dict[str, BinaryIO] = {}
+        self.already_finished = False
+        self._open(resume=resume, overwrite=overwrite)
+
+    def corpus_prefix(self, key: str) -> Path:
+        """The prefix of one key's corpus, named as Megatron's tool names it."""
+        return Path(f"{self.prefix}_{key}_{self._level}")
+
+    @property
+    def rejected_path(self) -> Path:
+        """The side file of rejected rows."""
+        return Path(f"{self.prefix}.rejected.jsonl")
+
+    def _finals(self) -> dict[str, Path]:
+        """Stream name -> final path, in the order of renaming: an index makes a corpus whole."""
+        numbered = [(str(i), self.corpus_prefix(key)) for i, key in enumerate(self.keys)]
+        finals = {"rejected": self.rejected_path}
+        for ending in ("bin", "domains.npy", "manifest.json", "idx"):
+            finals |= {f"{number}.{ending}": Path(f"{p}.{ending}") for number, p in numbered}
+        return finals
+
+    def _open(self, *, resume: bool, overwrite: bool) -> None:
+        existing = [path for path in self._finals().values() if path.exists()]
+        state = self.folder / "state.json"
+        self.progress = Progress()
+        if self.folder.exists() and not (resume or overwrite):
+            raise CorpusError(
+                f"{self.folder} holds what an unfinished run left; add --resume to go on from "
+                "there, or --overwrite to begin anew"
+            )
+        if existing and not overwrite and not (resume and state.exists()):
+            if resume and not self.folder.exists():
+                self.already_finished = True
+                return
+            raise CorpusError(
+                f"{existing[0]} exists; choose another --output-prefix or --overwrite"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        if overwrite and not resume:
+            for path in self.folder.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+            for path in existing:
+                path.unlink()
+        if state.exists():
+            self.progress = Progress(**json.loads(state.read_text()))
+            self._check_identity()
+        else:
+            count = len(self.keys)
+            self.progress.empty = [0] * count
+            self.progress.sequences = [0] * count
+            self.progress.documents = [0] * count
+            self.progress.tokens = [0] * count
+            self.progress.domain_documents = [[] for _ in self.keys]
+            self.progress.domain_tokens = [[] for _ in self.keys]
+            self._write_json("run.json", self._identity)
+        self._domain_ids = {name: id_ for id_, name in enumerate(self.progress.domains)}
+        if not self.progress.complete:
+            self._open_streams()
+            self.checkpoint()
+
+    def _lock(self) -> None:
+        self._lock_file = open(self.folder / "lock", "w")  # noqa: SIM115 - held until close
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CorpusError(
+                f"another run is writing {self.folder}; wait for it to end"
+            ) from error
+
+    def _check_identity(self) -> None:
+        before = json.loads((self.folder / "run.json").read_text())
+        for name in {**before, **self._identity}:
+            if before.get(name) != self._identity.get(name):
+                raise CorpusError(
+                    f"--resume: {name} was {_short(before.get(name))} in the unfinished run and is "
+                    f"{_short(self._identity.get(name))} now; use --overwrite to begin anew"
+                )
+
+    def _open_streams(self) -> None:
+        names = [f"{i}.{ending}" for i in range(len(self.keys)) for ending in _STREAMS]
+        for name in [*names, "rejected"]:
+            path = self.folder / name
+            path.touch()
+            size = self.progress.sizes.setdefault(name, 0)
+            if path.stat().st_size < size:
+                raise CorpusError(
+                    f"{path} holds {path.stat().st_size} bytes, the checkpoint says {size}: the "
+                    "disk lost data; use --overwrite to begin anew"
+                )
+            stream = open(path, "r+b", buffering=0)  # noqa: SIM115 - held until close
+            stream.truncate(size)
+            stream.seek(size)
+            self._files[name] = stream
+
+    def append(
+        self, encoded: EncodedChunk, *, source: int, span: int, offset: int, row: int
+    ) -> None:
+        """Write one chunk; `span`, `offset`, `row` say where the next one begins."""
+        state = self.progress
+        ids = np.array([self._domain_id(name) for name in encoded.domain_names], dtype=np.int32)
+        for number, output in enumerate(encoded.outputs):
+            self._append_key(number, output, ids)
+        for rejection in encoded.rejections:
+            state.rejected[rejection.kind] = state.rejected.get(rejection.kind, 0) + 1
+        lines = "".join(rejection.as_json() + "\n" for rejection in encoded.rejections)
+        self._write("rejected", lines.encode())
+        state.rows_read += encoded.rows_read
+        state.blank_lines += encoded.blank_lines
+        state.text_bytes += encoded.text_bytes
+        state.source_rows[str(source)] = state.source_rows.get(str(source), 0) + encoded.rows_read
+        state.span, state.offset, state.row = span, offset, row
+        if time.monotonic() - self._last >= self._every:
+            self.checkpoint()
+
+    def _append_key(self, number: int, output: KeyOutput, ids: np.ndarray) -> None:
+        state = self.progress
+        state.empty[number] += output.empty
+        if not len(output.document_ends):
+            return
+        domains = ids[output.domains]
+        self._write(f"{number}.bin", output.tokens.data)
+        self._write(f"{number}.lengths", output.lengths.data)
+        self._write(f"{number}.ends", (output.document_ends + state.sequences[number]).data)
+        self._write(f"{number}.domains", domains.data)
+        starts = np.concatenate(([0], output.document_ends[:-1]))
+        sizes = np.add.reduceat(output.lengths.astype(np.int64), starts)
+        documents, tokens = state.domain_documents[number], state.domain_tokens[number]
+        for id_ in np.unique(domains).tolist():
+            chosen = domains == id_
+            documents[id_] += int(chosen.sum())
+            tokens[id_] += int(sizes[chosen].sum())
+        state.sequences[number] += len(output.lengths)
+        state.documents[number] += len(output.document_ends)
+        state.tokens[number] += len(output.tokens)
+
+    def _domain_id(self, name: str) -> int:
+        state, known = self.progress, self._domain_ids
+        if name not in known:
+            if len(known) >= _MOST_DOMAINS:
+                raise CorpusError(
+                    f"more than {_MOST_DOMAINS} domains, the last one {name!r}: --domain-key names "
+                    "a field that is no domain"
+                )
+            known[name] = len(known)
+            state.domains.append(name)
+            for counts in (*state.domain_documents, *state.domain_tokens):
+                counts.append(0)
+        return known[name]
+
+    def _write(self, name: str, data: bytes | memoryview) -> None:
+        stream, left = self._files[name], memoryview(data).cast("B") if len(data) else b""
+        try:
+            while len(left):
+                left = left[stream.write(left) :]
+        except OSError as error:
+            raise CorpusError(
+                f"{self.folder / name} cannot be written: {error.strerror}. Make room, then go on "
+                "with --resume (the last checkpoint is kept)"
+            ) from error
+        self.progress.sizes[name] = stream.tell()
+
+    def checkpoint(self) -> None:
+        """Make everything so far durable, then say so."""
+        try:
+            for stream in self._files.values():
+                os.fsync(stream.fileno())
+            self._write_json("state.json", asdict(self.progress))
+        except OSError as error:
+            raise CorpusError(f"{self.folder} cannot be written: {error.strerror}") from error
+        self._last = time.monotonic()
+
+    def _write_json(self, name: str, value: object) -> None:
+        temporary = self.folder / f"{name}.new"
+        with open(temporary, "w") as stream:
+            json.dump(value, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, self.folder / name)
+
+    def finish(self, manifest: Mapping[str, Any]) -> list[KeyManifest]:
+        """Build indices and manifests, rename everything, remove the folder.
+
+        `manifest` holds the fields that this class does not know. A run killed in here finishes
+        when it is resumed.
+        """
+        manifests = [self._manifest(number, manifest) for number in range(len(self.keys))]
+        if not self.progress.complete:
+            try:
+                for number, entry in enumerate(manifests):
+                    self._build(number, entry)
+            except OSError as error:
+                raise CorpusError(
+                    f"{self.folder} cannot be written: {error.strerror}; go on with --resume"
+                ) from error
+            self.progress.complete = True
+            self.checkpoint()
+        for name, final in self._finals().items():
+            part = self.folder / name
+            if name == "rejected" and part.exists() and not part.stat().st_size:
+                part.unlink()
+            if part.exists():
+                os.replace(part, final)
+        self.close()
+        shutil.rmtree(self.folder)
+        return manifests
+
+    def _build(self, number: int, entry: KeyManifest) -> None:
+        part = self.folder / str(number)
+        write_index(
+            Path(f"{part}.idx"),
+            dtype=self.dtype,
+            lengths_file=Path(f"{part}.lengths"),
+            document_ends_file=Path(f"{part}.ends"),
+        )
+        write_domains(Path(f"{part}.domains.npy"), Path(f"{part}.domains"))
+        entry.write(Path(f"{part}.manifest.json"))
+
+    def _manifest(self, number: int, extra: Mapping[str, Any]) -> KeyManifest:
+        state = self.progress
+        return KeyManifest(
+            key=self.keys[number],
+            level=self._level,
+            documents=state.documents[number],
+            sequences=state.sequences[number],
+            tokens=state.tokens[number],
+            dtype=self.dtype.name,
+            rows_read=state.rows_read,
+            rejected=dict(sorted(state.rejected.items())),
+            empty_documents=state.empty[number],
+            blank_lines=state.blank_lines,
+            text_bytes=state.text_bytes,
+            domains=[
+                DomainCount(name, documents, tokens)
+                for name, documents, tokens in zip(
+                    state.domains,
+                    state.domain_documents[number],
+                    state.domain_tokens[number],
+                    strict=True,
+                )
+            ],
+            **extra,
+        )
+
+    def close(self) -> None:
+        """Close all files; the folder stays for --resume."""
+        for stream in self._files.values():
+            stream.close()
+        self._files.clear()
+        if hasattr(self, "_lock_file"):
+            self._lock_file.close()
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "..."

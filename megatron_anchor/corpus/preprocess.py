@@ -1,0 +1,395 @@
+"""The whole run: inputs -> chunks -> encoded -> `.bin/.idx`, manifest and domains."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_anchor.corpus.encoding import EncodeConfig
+from megatron_anchor.corpus.errors import CorpusError, RowError
+from megatron_anchor.corpus.indexed import token_dtype
+from megatron_anchor.corpus.manifest import KeyManifest, read_manifest
+from megatron_anchor.corpus.output import CorpusOutput, Progress
+from megatron_anchor.corpus.pool import make_pool
+from megatron_anchor.corpus.readers import Chunk, ReadOptions, read_span
+from megatron_anchor.corpus.rows import RowOptions, parse_chunk
+from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter
+from megatron_anchor.corpus.sources import (
+    Source,
+    Span,
+    count_lines_before,
+    domain_of,
+    parse_shard,
+    plan,
+    resolve,
+)
+from megatron_anchor.corpus.tokenizers import (
+    EngineRecipe,
+    Tokenizer,
+    TokenizerConfig,
+    choose_engine,
+    load_tokenizer,
+)
+
+_SAMPLE_TEXTS = 64
+_SAMPLE_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessConfig:
+    """All settings of a run; the fields are the command line's flags."""
+
+    input: tuple[str, ...]
+    output_prefix: str
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    json_keys: tuple[str, ...] = ("text",)
+    input_format: str | None = None
+    domain: tuple[str, ...] = ()
+    domain_key: str | None = None
+    pretokenized: bool = False
+    hf_split: str = "train"
+    hf_config: str | None = None
+    append_eod: bool = False
+    split_sentences: bool = False
+    keep_newlines: bool = False
+    lang: str = "english"
+    punkt_path: str | None = None
+    workers: int = 0
+    """0: as many as there are cores for this process."""
+    on_error: str = "stop"
+    max_row_mb: int = 100
+    shard: str | None = None
+    resume: bool = False
+    overwrite: bool = False
+    chunk_kb: int = 512
+    checkpoint_seconds: float = 10.0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ("stop", "skip"):
+            raise CorpusError(f"--on-error {self.on_error}: expected stop or skip")
+        if self.pretokenized and len(self.json_keys) != 1:
+            raise CorpusError("pre-tokenized rows have one key of ids; give a single --json-keys")
+        bad = [key for key in self.json_keys if not key or os.sep in key]
+        if bad or len(set(self.json_keys)) != len(self.json_keys):
+            raise CorpusError(f"--json-keys {list(self.json_keys)}: expected different names")
+        for name in ("max_row_mb", "chunk_kb"):
+            if getattr(self, name) < 1:
+                raise CorpusError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        if self.workers < 0:
+            raise CorpusError(f"--workers {self.workers}: expected a positive number")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did; `seconds` is the only field that differs between equal runs."""
+
+    prefixes: list[str]
+    documents: list[int]
+    tokens: list[int]
+    rows_read: int
+    rejected: dict[str, int]
+    rejected_file: str | None
+    empty_documents: list[int]
+    text_bytes: int
+    domains: list[str]
+    engine: str
+    notes: list[str]
+    seconds: float
+
+
+def preprocess(config: PreprocessConfig) -> Summary:
+    """Make the corpora that `config` asks for, one a JSON key.
+
+    Raises `CorpusError` with place and remedy; then nothing carries a final name, and what is
+    finished stays in `OUTPUT_PREFIX.partial` for `resume`.
+    """
+    began = time.monotonic()
+    sources = resolve(config.input, domains=config.domain, input_format=config.input_format)
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.append_eod and tokenizer.eod_id is None:
+        raise CorpusError(
+            f"--append-eod: the tokenizer {tokenizer.path} has no end-of-document token; name one "
+            "with --eod-token or --eod-id, or leave --append-eod away"
+        )
+    dtype = token_dtype(tokenizer.vocab_size)
+    splitter = _splitter(config)
+    spans = _plan(config, sources)
+    fingerprint = tokenizer.fingerprint(tokenizer.native.make())
+    output = CorpusOutput(
+        config.output_prefix,
+        keys=config.json_keys,
+        level="sentence" if config.split_sentences else "document",
+        dtype=dtype,
+        identity=_identity(config, sources, fingerprint),
+        resume=config.resume,
+        overwrite=config.overwrite,
+        checkpoint_seconds=config.checkpoint_seconds,
+    )
+    if output.already_finished:
+        return _finished_before(config, output)
+    workers = config.workers or len(os.sched_getaffinity(0))
+    recipe, note = _engine(config, tokenizer, sources, spans, workers=workers)
+    encode = EncodeConfig(
+        recipe=recipe,
+        rows=_row_options(config, tokenizer),
+        dtype=dtype,
+        prefix=() if config.pretokenized else tokenizer.prefix,
+        suffix=() if config.pretokenized else tokenizer.suffix,
+        eod_id=tokenizer.eod_id if config.append_eod else None,
+        splitter=splitter,
+        threads=workers if recipe.shares_threads else 1,
+    )
+    try:
+        if not output.progress.complete:
+            _run(config, output, sources, spans, encode, workers=workers)
+            _check_not_empty(config, output)
+        manifests = output.finish(_manifest_fields(config, tokenizer, fingerprint, sources, output))
+    finally:
+        output.close()
+    return _summary(
+        output, manifests, notes=[note, *tokenizer.notes], engine=recipe.name, began=began
+    )
+
+
+def _splitter(config: PreprocessConfig) -> SplitterConfig | None:
+    if not config.split_sentences:
+        return None
+    splitter = SplitterConfig(config.lang, config.keep_newlines, config.punkt_path)
+    make_splitter(splitter)  # a missing model is told at once, not by a worker
+    return splitter
+
+
+def _read_options(config: PreprocessConfig) -> ReadOptions:
+    keys = [*config.json_keys, *([config.domain_key] if config.domain_key else [])]
+    if config.pretokenized:
+        keys.append("source")
+    columns = tuple(dict.fromkeys(key.split(".")[0] for key in keys))
+    return ReadOptions(
+        chunk_bytes=config.chunk_kb << 10,
+        max_row_bytes=config.max_row_mb << 20,
+        columns=columns,
+        hf_split=config.hf_split,
+        hf_config=config.hf_config,
+    )
+
+
+def _row_options(config: PreprocessConfig, tokenizer: Tokenizer) -> RowOptions:
+    return RowOptions(
+        keys=config.json_keys,
+        domain_key=config.domain_key,
+        domain_fallback=bool(config.domain),
+        max_row_bytes=config.max_row_mb << 20,
+        pretokenized=config.pretokenized,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def _plan(config: PreprocessConfig, sources: list[Source]) -> list[Span]:
+    shard = parse_shard(config.shard)
+    if shard[1] == 1:
+        return plan(sources)
+    rows: list[int | None] = [None] * len(sources)
+    if any(source.format in ("parquet", "dataset") for source in sources):
+        from megatron_anchor.corpus.tables import count_rows
+
+        rows = [count_rows(source, _read_options(config)) for source in sources]
+    return plan(sources, shard=shard, rows=rows)
+
+
+def _identity(config: PreprocessConfig, sources: list[Source], fingerprint: str) -> dict[str, Any]:
+    """What decides the bytes of the result; a resumed run must agree in all of it."""
+    free = {"input", "tokenizer", "workers", "on_error", "resume", "overwrite", "progress"}
+    free |= {"chunk_kb", "checkpoint_seconds", "output_prefix", "punkt_path"}
+    settings = {key: value for key, value in asdict(config).items() if key not in free}
+    return {
+        **settings,
+        "tokenizer": fingerprint,
+        "affixes": not config.tokenizer.tokenizer_hf_no_include_special_tokens,
+        "sources": [source.identity for source in sources],
+    }
+
+
+def _chunks(
+    config: PreprocessConfig, sources: list[Source], spans: list[Span], start: Progress
+) -> Iterator[tuple[int, Chunk]]:
+    """All chunks from a place on, with the number of their span."""
+    options = _read_options(config)
+    for number in range(start.span, len(spans)):
+        span = spans[number]
+        first = number == start.span
+        for chunk in read_span(
+            sources,
+            span,
+            options,
+            offset=start.offset if first else 0,
+            row=start.row if first else 0,
+            domain=domain_of(sources[span.source]),
+        ):
+            yield number, chunk
+
+
+def _engine(
+    config: PreprocessConfig,
+    tokenizer: Tokenizer,
+    sources: list[Source],
+    spans: list[Span],
+    *,
+    workers: int,
+) -> tuple[EngineRecipe, str]:
+    if config.pretokenized:
+        return tokenizer.native, "rows hold ids already"
+    sample: list[str] = []
+    if tokenizer.fast is not None and config.tokenizer.engine != "native":
+        sample = _sample(config, tokenizer, sources, spans)
+    return choose_engine(tokenizer, wanted=config.tokenizer.engine, sample=sample, threads=workers)
+
+
+def _sample(
+    config: PreprocessConfig, tokenizer: Tokenizer, sources: list[Source], spans: list[Span]
+) -> list[str]:
+    """Texts from the head of the corpus, to compare engines on."""
+    texts: list[str] = []
+    for _, chunk in itertools.islice(_chunks(config, sources, spans, Progress()), 4):
+        for document in parse_chunk(chunk, _row_options(config, tokenizer)).documents:
+            texts += [text[:_SAMPLE_CHARACTERS] for value in document.values for text in value]
+            if len(texts) >= _SAMPLE_TEXTS:
+                return texts[:_SAMPLE_TEXTS]
+    return texts
+
+
+def _run(
+    config: PreprocessConfig,
+    output: CorpusOutput,
+    sources: list[Source],
+    spans: list[Span],
+    encode: EncodeConfig,
+    *,
+    workers: int,
+) -> None:
+    start = replace(output.progress)
+    numbers: dict[int, int] = {}  # chunk -> span, while the chunk is in flight
+
+    def numbered() -> Iterator[Chunk]:
+        for number, chunk in _chunks(config, sources, spans, start):
+            numbers[id(chunk)] = number
+            yield chunk
+
+    total = sum(_span_bytes(sources, span) for span in spans)
+    bar = tqdm(
+        total=total or None, unit="B", unit_scale=True, disable=not config.progress, desc="tokenize"
+    )
+    pool = make_pool(encode, workers=workers)
+    began, before = time.monotonic(), output.progress.documents[0]
+    try:
+        for chunk, encoded in pool.map(numbered()):
+            number = numbers.pop(id(chunk))
+            if encoded.rejections and spans[number].start:
+                base = count_lines_before(sources[chunk.source], spans[number])
+                encoded.rejections = [replace(r, row=r.row + base) for r in encoded.rejections]
+            if encoded.rejections and config.on_error == "stop":
+                output.checkpoint()
+                raise RowError(encoded.rejections[0])
+            output.append(
+                encoded,
+                source=chunk.source,
+                span=number,
+                offset=chunk.next_offset,
+                row=chunk.next_row,
+            )
+            bar.update(chunk.bytes_read)
+            rate = (output.progress.documents[0] - before) / max(time.monotonic() - began, 1e-9)
+            bar.set_postfix_str(f"{rate:.0f} documents/s", refresh=False)
+    finally:
+        bar.close()
+        pool.close()
+
+
+def _span_bytes(sources: list[Source], span: Span) -> int:
+    source = sources[span.source]
+    if source.format == "jsonl" and span.end is not None:
+        return span.end - span.start
+    return source.size
+
+
+def _check_not_empty(config: PreprocessConfig, output: CorpusOutput) -> None:
+    if config.shard is not None:
+        return  # a job array may have more shards than rows; merging copes
+    for key, documents in zip(output.keys, output.progress.documents, strict=True):
+        if not documents:
+            state = output.progress
+            raise CorpusError(
+                f"no document was written for {key!r}: {state.rows_read} rows read, "
+                f"{state.rejected_rows} rejected {state.rejected or ''}, {sum(state.empty)} empty; "
+                f"a corpus without documents cannot be opened. Remove {output.folder} or use "
+                "--overwrite next time"
+            )
+
+
+def _manifest_fields(
+    config: PreprocessConfig,
+    tokenizer: Tokenizer,
+    fingerprint: str,
+    sources: list[Source],
+    output: CorpusOutput,
+) -> dict[str, Any]:
+    rows = output.progress.source_rows
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id if config.append_eod else None,
+        "bos_id": tokenizer.bos_id,
+        "tokenizer": {
+            "kind": tokenizer.kind,
+            "path": tokenizer.path,
+            "fingerprint": fingerprint,
+        },
+        "sources": [
+            {"path": source.path, "bytes": source.size, "rows": rows[str(number)]}
+            for number, source in enumerate(sources)
+            if str(number) in rows
+        ],
+        "shard": config.shard,
+    }
+
+
+def _summary(
+    output: CorpusOutput,
+    manifests: list[KeyManifest],
+    *,
+    notes: list[str],
+    engine: str,
+    began: float,
+) -> Summary:
+    first = manifests[0]
+    return Summary(
+        prefixes=[str(output.corpus_prefix(manifest.key)) for manifest in manifests],
+        documents=[manifest.documents for manifest in manifests],
+        tokens=[manifest.tokens for manifest in manifests],
+        rows_read=first.rows_read,
+        rejected=first.rejected,
+        rejected_file=str(output.rejected_path) if first.rejected else None,
+        empty_documents=[manifest.empty_documents for manifest in manifests],
+        text_bytes=first.text_bytes,
+        domains=[domain.name for domain in first.domains],
+        engine=engine,
+        notes=notes,
+        seconds=round(time.monotonic() - began, 3),
+    )
+
+
+def _finished_before(config: PreprocessConfig, output: CorpusOutput) -> Summary:
+    manifests = [read_manifest(output.corpus_prefix(key)) for key in config.json_keys]
+    found = [manifest for manifest in manifests if manifest is not None]
+    if len(found) != len(manifests):
+        raise CorpusError(
+            f"--resume: {output.corpus_prefix(config.json_keys[0])} exists without a manifest, so "
+            "it is not known what it holds; use --overwrite to make it anew"
+        )
+    note = "the corpus was finished already; nothing was done"
+    return _summary(output, found, notes=[note], engine="none", began=time.monotonic())

@@ -1,0 +1,368 @@
+"""Reading a source in chunks: blocks of rows that a worker can take apart on its own.
+
+The reader does only what must be done in order (decompression, finding line ends); parsing is the
+worker's. Every chunk says where the next one begins, which is all that a resumed run needs.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_anchor.corpus.errors import CorpusError, Rejection
+from megatron_anchor.corpus.sources import Source, Span
+from megatron_anchor.corpus.streams import CutShortError, line_blocks, pieces
+
+BOM = codecs.BOM_UTF8
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to read; `columns` are the top-level names that are needed of a table."""
+
+    chunk_bytes: int = 1 << 19
+    max_row_bytes: int = 100 << 20
+    columns: tuple[str, ...] = ("text",)
+    hf_split: str = "train"
+    hf_config: str | None = None
+
+
+@dataclass
+class Chunk:
+    """Some rows of one source.
+
+    `kind` says what `payload` is: `lines` (bytes of whole JSON lines), `rows` (list of bytes, one
+    JSON value each), `table` (an Arrow table), `texts` (list of bytes, one document each),
+    `objects` (list of dicts), `none` (nothing but `rejections`).
+    """
+
+    source: int
+    path: str
+    domain: str
+    first_row: int
+    kind: str
+    payload: Any
+    next_offset: int
+    next_row: int
+    bytes_read: int
+    """For the progress bar: bytes of the source as it lies on disk."""
+    rejections: list[Rejection] = field(default_factory=list)
+
+
+@dataclass
+class _Place:
+    """Where reading begins: `offset` as the format counts it, `row` rows before it."""
+
+    offset: int = 0
+    row: int = 0
+
+
+def read_span(
+    sources: list[Source], span: Span, options: ReadOptions, *, offset: int, row: int, domain: str
+) -> Iterator[Chunk]:
+    """The chunks of one span from a place on (`offset` 0 and `row` 0 for its beginning)."""
+    source = sources[span.source]
+    read = _READERS[source.format]
+    if source.format == "json":
+        read = _json_reader(source)
+    make = _ChunkMaker(span.source, source.path, domain)
+    try:
+        yield from read(source, span, options, _Place(offset, row), make)
+    except OSError as error:
+        raise CorpusError(f"{source.path} cannot be read: {error}") from error
+
+
+@dataclass
+class _ChunkMaker:
+    source: int
+    path: str
+    domain: str
+
+    def __call__(
+        self,
+        kind: str,
+        payload: Any,
+        *,
+        row: int,
+        next_row: int,
+        next_offset: int,
+        bytes_read: int,
+        rejected: tuple[str, str, bytes | None] | None = None,
+    ) -> Chunk:
+        rejections = []
+        if rejected:
+            why, detail, raw = rejected
+            rejections = [Rejection(self.path, next_row, why, detail, raw)]
+        return Chunk(
+            self.source,
+            self.path,
+            self.domain,
+            row,
+            kind,
+            payload,
+            next_offset,
+            next_row,
+            bytes_read,
+            rejections,
+        )
+
+
+def _read_jsonl(
+    source: Source, span: Span, options: ReadOptions, place: _Place, make: _ChunkMaker
+) -> Iterator[Chunk]:
+    offset = place.offset or _first_line_start(source, span.start)
+    ratio = _disk_ratio(source)
+    stream = pieces(source.path, compression=source.compression, start=offset)
+    row = place.row
+    try:
+        for block in line_blocks(
+            stream,
+            offset=offset,
+            end=span.end,
+            size=options.chunk_bytes,
+            longest=options.max_row_bytes,
+        ):
+            lines = 1 if block.too_long else block.data.count(b"\n")
+            lines += not block.too_long and not block.data.endswith(b"\n")
+            detail = f"{block.too_long} bytes, over --max-row-mb {options.max_row_bytes >> 20}"
+            yield make(
+                "none" if block.too_long else "lines",
+                None if block.too_long else block.data,
+                row=row,
+                next_row=row + lines,
+                next_offset=block.end,
+                bytes_read=int((block.end - block.offset) * ratio),
+                rejected=("row too long", detail, block.data) if block.too_long else None,
+            )
+            row, offset = row + lines, block.end
+    except CutShortError as error:
+        left = error.args[1] if len(error.args) > 1 else b""
+        yield make(
+            "none",
+            None,
+            row=row,
+            next_row=row + 1,
+            next_offset=offset + len(left),
+            bytes_read=0,
+            rejected=("file cut short", f"{error.args[0]} here; later rows are lost", left),
+        )
+
+
+def _first_line_start(source: Source, start: int) -> int:
+    """The first byte at or after `start` that begins a line."""
+    if start == 0:
+        return 0
+    at = start - 1
+    for piece in pieces(source.path, compression=None, start=at):
+        newline = piece.find(b"\n")
+        if newline >= 0:
+            return at + newline + 1
+        at += len(piece)
+    return at
+
+
+def _disk_ratio(source: Source) -> float:
+    """Bytes on disk for one byte of text; 4 to 1 is guessed for compressed files."""
+    return 1.0 if source.compression is None else 0.25
+
+
+def _json_reader(source: Source) -> Callable[..., Iterator[Chunk]]:
+    """A `.json` file is one array, one object, or (as Megatron's users have it) JSON lines."""
+    head = next(pieces(source.path, compression=None), b"").removeprefix(BOM).lstrip()
+    first = head.split(b"\n", 1)[0].rstrip()
+    if head.startswith(b"["):
+        return _read_json_array
+    if first.endswith((b"{", b"[", b",")):
+        return _read_json_object
+    return _read_jsonl
+
+
+def _read_json_object(
+    source: Source, span: Span, options: ReadOptions, place: _Place, make: _ChunkMaker
+) -> Iterator[Chunk]:
+    del span
+    if place.row == 0:
+        yield _whole_file(source, options, make, kind="rows", row=0)
+
+
+def _whole_file(
+    source: Source, options: ReadOptions, make: _ChunkMaker, *, kind: str, row: int
+) -> Chunk:
+    too_long = source.size > options.max_row_bytes
+    detail = f"{source.size} bytes, over --max-row-mb {options.max_row_bytes >> 20}"
+    return make(
+        "none" if too_long else kind,
+        None if too_long else [b"".join(pieces(source.path, compression=None))],
+        row=row,
+        next_row=row + 1,
+        next_offset=source.size,
+        bytes_read=source.size,
+        rejected=("row too long", detail, None) if too_long else None,
+    )
+
+
+def _read_text(
+    source: Source, span: Span, options: ReadOptions, place: _Place, make: _ChunkMaker
+) -> Iterator[Chunk]:
+    del span
+    if place.row == 0:
+        yield _whole_file(source, options, make, kind="texts", row=0)
+
+
+def _read_json_array(
+    source: Source, span: Span, options: ReadOptions, place: _Place, make: _ChunkMaker
+) -> Iterator[Chunk]:
+    """One array of objects. `place.offset` is not used: a resumed run scans the array again."""
+    del span
+    elements = _array_elements(source.path, options.max_row_bytes)
+    rows: list[bytes] = []
+    size = row = 0
+    while True:
+        element = next(elements, None)
+        if isinstance(element, bytes):
+            row += 1
+            if row > place.row:
+                rows.append(element)
+                size += len(element)
+        if rows and (size >= options.chunk_bytes or not isinstance(element, bytes)):
+            yield make(
+                "rows",
+                rows,
+                row=row - len(rows),
+                next_row=row,
+                next_offset=1,
+                bytes_read=size,
+            )
+            rows, size = [], 0
+        if element is None:
+            return
+        if isinstance(element, str):  # damage: nothing after it can be told apart
+            if row + 1 > place.row:
+                rejected = ("malformed JSON", f"{element}; the rest of the array is lost", None)
+                yield make(
+                    "none",
+                    None,
+                    row=row,
+                    next_row=row + 1,
+                    next_offset=1,
+                    bytes_read=0,
+                    rejected=rejected,
+                )
+            return
+
+
+def _array_elements(path: str, longest: int) -> Iterator[bytes | str]:
+    """The elements of a JSON array as bytes; a str, which is the last item, tells of damage."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
+    stream = pieces(path, compression=None)
+    parse = json.JSONDecoder().raw_decode
+    text, at, ended = "", 0, False
+
+    def more(wanted: int) -> None:
+        nonlocal text, at, ended
+        text, at = text[at:], 0
+        while not ended and len(text) < wanted:
+            piece = next(stream, b"")
+            ended = not piece
+            text += decoder.decode(piece, final=ended)
+
+    more(1 << 20)
+    at = text.index("[") + 1
+    need_comma = False
+    while True:
+        while at < len(text) and text[at] in " \t\r\n":
+            at += 1
+        if at >= len(text) - 1 and not ended:
+            more(1 << 20)
+            if at < len(text) - 1 or ended:
+                continue
+        mark = text[at : at + 1]
+        if mark == "]":
+            return
+        if need_comma:
+            if mark != ",":
+                yield f"expected ',' or ']' after an element, found {mark!r}"
+                return
+            at, need_comma = at + 1, False
+            continue
+        while True:
+            try:
+                _, end = parse(text, at)
+            except (ValueError, RecursionError) as error:
+                if ended or len(text) - at > longest:
+                    yield f"{error}"
+                    return
+                more(max(2 * (len(text) - at), 1 << 20))
+                continue
+            if end < len(text) or ended:
+                break
+            more(2 * len(text) + 16)
+        yield text[at:end].encode("utf-8", "surrogateescape")
+        at, need_comma = end, True
+
+
+def _read_table(
+    source: Source, span: Span, options: ReadOptions, place: _Place, make: _ChunkMaker
+) -> Iterator[Chunk]:
+    """Parquet files and saved datasets; offsets are rows."""
+    from megatron_anchor.corpus import tables
+
+    table = tables.open_table(source, options)
+    row = place.row or span.start
+    stop = table.rows if span.end is None else span.end
+    bytes_a_row = source.size / max(table.rows, 1)
+    step = max(1, int(options.chunk_bytes / max(table.bytes_a_row, 1)))
+    try:
+        for batch in table.batches(row, stop, step):
+            end = row + batch.num_rows
+            yield make(
+                "table",
+                batch,
+                row=row,
+                next_row=end,
+                next_offset=end,
+                bytes_read=int(batch.num_rows * bytes_a_row),
+            )
+            row = end
+    except tables.DAMAGE as error:
+        yield make(
+            "none",
+            None,
+            row=row,
+            next_row=row + 1,
+            next_offset=row + 1,
+            bytes_read=0,
+            rejected=("file damaged", f"{error}; later rows are lost", None),
+        )
+
+
+def _read_hub(
+    source: Source, span: Span, options: ReadOptions, place: _Place, make: _ChunkMaker
+) -> Iterator[Chunk]:
+    del span
+    from megatron_anchor.corpus import tables
+
+    row, objects, size = place.row, [], 0
+    for item in tables.stream_hub(source.path, options, skip=place.row):
+        objects.append(item)
+        size += sum(len(value) for value in item.values() if isinstance(value, str))
+        if size >= options.chunk_bytes:
+            end = row + len(objects)
+            yield make("objects", objects, row=row, next_row=end, next_offset=end, bytes_read=size)
+            row, objects, size = end, [], 0
+    if objects:
+        end = row + len(objects)
+        yield make("objects", objects, row=row, next_row=end, next_offset=end, bytes_read=size)
+
+
+_READERS: dict[str, Callable[..., Iterator[Chunk]]] = {
+    "jsonl": _read_jsonl,
+    "json": _read_jsonl,
+    "txt": _read_text,
+    "parquet": _read_table,
+    "dataset": _read_table,
+    "hub": _read_hub,
+}

@@ -1,0 +1,221 @@
+"""From a chunk to texts: parsing rows, checking values, finding domains.
+
+A row either gives its texts or a `Rejection`; there is no third way, so that rows read = rows with
+texts + rejected rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_anchor.corpus.errors import Rejection
+from megatron_anchor.corpus.pretokenized import SpanError, split_spans
+from megatron_anchor.corpus.readers import BOM, Chunk
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What to take of a row."""
+
+    keys: tuple[str, ...] = ("text",)
+    domain_key: str | None = None
+    domain_fallback: bool = False
+    """Whether rows without the domain key get the input's domain; else they are rejected."""
+    max_row_bytes: int = 100 << 20
+    pretokenized: bool = False
+    vocab_size: int = 0
+    """Ids of a pre-tokenized row must lie below it."""
+
+
+@dataclass
+class Document:
+    """A document: `values` holds, for each key, the texts (or id arrays) of its sequences."""
+
+    row: int
+    values: list[list[Any]]
+    domain: str
+    raw: bytes | None = None
+    """The row as it was read, for the side file."""
+
+
+@dataclass
+class ParsedChunk:
+    """What came out of a chunk: rows read = good rows + rejections."""
+
+    documents: list[Document] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+    good_rows: int = 0
+    blank_lines: int = 0
+    text_bytes: int = 0
+
+
+class _RowError(Exception):
+    """A row is no document: kind and detail."""
+
+
+def parse_chunk(chunk: Chunk, options: RowOptions) -> ParsedChunk:
+    """Take a chunk apart."""
+    parsed = ParsedChunk(rejections=list(chunk.rejections))
+    for number, raw, value in _values(chunk, parsed):
+        try:
+            if raw is not None and len(raw) > options.max_row_bytes:
+                limit = options.max_row_bytes >> 20
+                raise _RowError("row too long", f"{len(raw)} bytes, over --max-row-mb {limit}")
+            record = _load(raw) if value is _MISSING and raw is not None else value
+            if chunk.kind == "texts":
+                record = {key: _text_file(raw or b"") for key in options.keys}
+            documents = _documents(record, number, chunk.domain, options)
+        except _RowError as bad:
+            kind, detail = bad.args
+            shown = raw if raw is not None else _shown(value)
+            parsed.rejections.append(Rejection(chunk.path, number, kind, detail, shown))
+            continue
+        for document in documents:
+            document.raw = raw
+        parsed.documents += documents
+        parsed.good_rows += 1
+    return parsed
+
+
+def _values(chunk: Chunk, parsed: ParsedChunk) -> Iterator[tuple[int, bytes | None, Any]]:
+    """Row number (from 1), raw bytes or None, and the value where it is parsed already."""
+    number = chunk.first_row
+    if chunk.kind == "lines":
+        data: bytes = chunk.payload
+        parsed.text_bytes += len(data)
+        if number == 0 and data.startswith(BOM):
+            data = data[len(BOM) :]
+        lines = data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        for line in lines:
+            number += 1
+            if line and not line.isspace():
+                yield number, line, _MISSING
+            else:
+                parsed.blank_lines += 1
+    elif chunk.kind in ("rows", "texts"):
+        for raw in chunk.payload:
+            number += 1
+            parsed.text_bytes += len(raw)
+            yield number, raw, _MISSING
+    elif chunk.kind in ("table", "objects"):
+        is_table = chunk.kind == "table"
+        records = chunk.payload.to_pylist() if is_table else chunk.payload
+        parsed.text_bytes += chunk.payload.nbytes if is_table else chunk.bytes_read
+        for record in records:
+            number += 1
+            yield number, None, record
+
+
+def _load(raw: bytes) -> Any:
+    text = _decoded(raw)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise _RowError("malformed JSON", "nested too deeply") from None
+    except ValueError as error:
+        raise _RowError("malformed JSON", str(error)) from None
+
+
+def _text_file(raw: bytes) -> str:
+    return _decoded(raw.removeprefix(BOM))
+
+
+def _decoded(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = f"byte {raw[error.start]:#04x} at {error.start}"
+        raise _RowError("invalid UTF-8", place) from None
+
+
+def _documents(record: Any, number: int, domain: str, options: RowOptions) -> list[Document]:
+    if not isinstance(record, Mapping):
+        raise _RowError("not an object", f"the row is a JSON {_name(record)}")
+    if options.domain_key is not None:
+        domain = _domain(record, domain, options)
+    if options.pretokenized:
+        return _pretokenized(record, number, domain, options)
+    return [Document(number, [_texts(record, key) for key in options.keys], domain)]
+
+
+def _texts(record: Mapping, key: str) -> list[str]:
+    value = lookup(record, key)
+    if value is _MISSING:
+        raise _missing(record, key)
+    texts = value if isinstance(value, list) else [value]
+    for text in texts:
+        if isinstance(text, bytes):
+            return [_text_file(value) for value in texts]
+        if not isinstance(text, str):
+            raise _RowError("not a string", f"{key!r} is a JSON {_name(text)}: {str(text)[:60]}")
+        if not text.isascii():
+            _check_encodable(text, key)
+    return texts
+
+
+def _check_encodable(text: str, key: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _RowError(
+            "lone surrogate",
+            f"{key!r} has {text[error.start]!r} at character {error.start}, no Unicode text",
+        ) from None
+
+
+def _domain(record: Mapping, default: str, options: RowOptions) -> str:
+    assert options.domain_key is not None
+    value = lookup(record, options.domain_key)
+    if isinstance(value, str) and value:
+        _check_encodable(value, options.domain_key)
+        return value
+    if options.domain_fallback:
+        return default
+    what = "is missing" if value is _MISSING else f"is {value!r}, no name"
+    raise _RowError("no domain", f"{options.domain_key!r} {what}; --domain NAME gives a fallback")
+
+
+def lookup(record: Mapping, key: str) -> Any:
+    """The value of a key, or of a dotted path through nested objects."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def _pretokenized(record: Mapping, number: int, domain: str, options: RowOptions) -> list[Document]:
+    [key] = options.keys
+    value = lookup(record, key)
+    if value is _MISSING:
+        raise _missing(record, key)
+    try:
+        parts = split_spans(value, record.get("source"), vocab_size=options.vocab_size)
+    except SpanError as bad:
+        raise _RowError("not token ids", f"{key!r} {bad}") from None
+    return [Document(number, [[ids]], name or domain) for ids, name in parts]
+
+
+def _missing(record: Mapping, key: str) -> _RowError:
+    present = ", ".join(map(repr, record)) or "no keys"
+    return _RowError("missing key", f"no {key!r} among {present[:200]}")
+
+
+def _shown(value: Any) -> bytes | None:
+    """A row of a table as the side file shows it."""
+    return None if value is _MISSING else json.dumps(value, default=repr).encode()
+
+
+def _name(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

@@ -1,0 +1,180 @@
+"""From the command line's inputs to a list of files, and from that to the spans of a shard."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_anchor.corpus.errors import CorpusError
+
+FORMATS = ("jsonl", "json", "parquet", "txt", "dataset", "hub")
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".txt": "txt",
+}
+_COMPRESSED = {".gz": "gz", ".zst": "zst"}
+_DEFAULT_DOMAIN = "default"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file (or saved dataset, or hub dataset)."""
+
+    path: str
+    format: str
+    compression: str | None
+    size: int
+    """Bytes on disk; 0 where unknown (hub)."""
+    mtime_ns: int
+    domain: str | None
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What must not change between a run and its resumption."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of a source that a shard reads: bytes of a plain `jsonl`, rows of a table.
+
+    `end` None means to the end; other formats are read whole.
+    """
+
+    source: int
+    start: int = 0
+    end: int | None = None
+
+
+def resolve(
+    inputs: Sequence[str], *, domains: Sequence[str] = (), input_format: str | None = None
+) -> list[Source]:
+    """All sources named by paths, globs and folders, in the order given (globs sorted by name)."""
+    if len(domains) not in (0, 1, len(inputs)):
+        raise CorpusError(
+            f"--domain has {len(domains)} names for {len(inputs)} --input arguments; give one for "
+            "all, or one for each"
+        )
+    sources = []
+    for number, text in enumerate(inputs):
+        domain = domains[min(number, len(domains) - 1)] if domains else None
+        paths = [text] if text.startswith("hf://") else _expand(text)
+        sources += [_source(path, domain=domain, input_format=input_format) for path in paths]
+    return sources
+
+
+def _expand(text: str) -> list[str]:
+    path = Path(text)
+    if path.is_dir() and not _is_dataset(path):
+        found = sorted(str(p) for p in path.rglob("*") if p.is_file() and _format_of(p))
+        if not found:
+            raise CorpusError(
+                f"--input {text}: the folder holds no file of a known kind "
+                f"({', '.join(_SUFFIXES)}, also .gz and .zst) and no dataset_info.json"
+            )
+        return found
+    if path.exists():
+        return [text]
+    found = sorted(glob.glob(text, recursive=True))
+    if not found:
+        raise CorpusError(
+            f"--input {text}: no such file, and no file matches it as a pattern (a dataset of the "
+            "Hugging Face hub is written hf://owner/name)"
+        )
+    return [name for name in found if os.path.isfile(name) or _is_dataset(Path(name))]
+
+
+def _source(text: str, *, domain: str | None, input_format: str | None) -> Source:
+    if text.startswith("hf://"):
+        return Source(text, "hub", None, 0, 0, domain)
+    path = Path(text)
+    found, compression = ("dataset", None) if path.is_dir() else _format_of(path) or (None, None)
+    chosen = input_format or found
+    if chosen is None:
+        raise CorpusError(
+            f"--input {text}: unknown kind of file; rename it to one of {', '.join(_SUFFIXES)} "
+            "(also .gz, .zst), or name the kind with --input-format"
+        )
+    if compression and chosen in ("parquet", "txt"):
+        raise CorpusError(f"--input {text}: compressed .{chosen} is not supported; decompress it")
+    stat = path.stat()
+    size = sum(p.stat().st_size for p in path.rglob("*")) if path.is_dir() else stat.st_size
+    return Source(text, chosen, compression, size, stat.st_mtime_ns, domain)
+
+
+def _format_of(path: Path) -> tuple[str, str | None] | None:
+    compression = _COMPRESSED.get(path.suffix.lower())
+    stem = path.with_suffix("") if compression else path
+    kind = _SUFFIXES.get(stem.suffix.lower())
+    if kind is None:
+        return None
+    return ("jsonl" if compression and kind == "json" else kind), compression
+
+
+def _is_dataset(path: Path) -> bool:
+    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def parse_shard(text: str | None) -> tuple[int, int]:
+    """`i/n` (i from 0 to n - 1) -> (i, n)."""
+    if text is None:
+        return 0, 1
+    left, _, right = text.partition("/")
+    if left.isdigit() and right.isdigit() and int(left) < int(right):
+        return int(left), int(right)
+    raise CorpusError(f"--shard {text}: expected i/n with i from 0 to n - 1, as in 0/8")
+
+
+def plan(
+    sources: Sequence[Source], *, shard: tuple[int, int] = (0, 1), rows: Sequence[int | None] = ()
+) -> list[Span]:
+    """The spans of shard i of n: equal shares of the bytes, in order, none twice, none left out.
+
+    Plain `jsonl` is cut at line ends, tables at rows (`rows` holds their row counts); any other
+    file goes whole to the shard in which it begins.
+    """
+    index, count = shard
+    if count > 1 and any(source.format == "hub" for source in sources):
+        raise CorpusError("--shard cannot cut a hub stream; download the dataset first")
+    total = sum(max(source.size, 1) for source in sources)
+    low, high = total * index // count, total * (index + 1) // count
+    spans, base = [], 0
+    for number, source in enumerate(sources):
+        size = max(source.size, 1)
+        first, last = max(low - base, 0), min(high - base, size)
+        if count == 1:
+            spans.append(Span(number))
+        elif source.format == "jsonl" and source.compression is None and source.size:
+            if first < last:
+                spans.append(Span(number, first, last))
+        elif rows and (held := rows[number]) is not None:
+            begin, end = held * first // size, held * last // size
+            if first < last and begin < end:
+                spans.append(Span(number, begin, end))
+        elif low <= base < high:
+            spans.append(Span(number))
+        base += size
+    return spans
+
+
+def domain_of(source: Source) -> str:
+    """The domain of rows that name none themselves."""
+    return source.domain or _DEFAULT_DOMAIN
+
+
+def count_lines_before(source: Source, span: Span) -> int:
+    """Lines of a plain `jsonl` before the span, for messages; 0 for other formats."""
+    if source.format != "jsonl" or source.compression or not span.start:
+        return 0
+    lines, left = 0, span.start - 1
+    with open(source.path, "rb") as stream:
+        while left and (block := stream.read(min(left, 1 << 22))):
+            lines += block.count(b"\n")
+            left -= len(block)
+    return lines + 1  # the line that holds the last byte before the span is not of the span

@@ -1,0 +1,145 @@
+"""Bytes from plain and compressed files, and whole lines out of them, in bounded memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_anchor.corpus.errors import CorpusError
+
+_PIECE = 1 << 18  # compressed bytes read at once
+_MOST = 1 << 24  # bytes that one call may decompress
+
+
+class CutShortError(Exception):
+    """A compressed stream ends early or is damaged; what came before it is good."""
+
+
+def pieces(path: str, *, compression: str | None, start: int = 0) -> Iterator[bytes]:
+    """The (decompressed) bytes of a file from byte `start` on, piece by piece.
+
+    Raises `CutShortError` after the last good byte of a damaged compressed file.
+    """
+    if compression is None:
+        yield from _plain(path, start)
+        return
+    left = start
+    for piece in {"gz": _gunzip, "zst": _unzstd}[compression](path):
+        if left >= len(piece):
+            left -= len(piece)
+        else:
+            yield piece[left:]
+            left = 0
+
+
+def _plain(path: str, start: int) -> Iterator[bytes]:
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        while piece := stream.read(_PIECE * 4):
+            yield piece
+
+
+def _gunzip(path: str) -> Iterator[bytes]:
+    with open(path, "rb") as stream:
+        inflate, data = zlib.decompressobj(wbits=31), b""
+        while data or (data := stream.read(_PIECE)):
+            try:
+                piece = inflate.decompress(data, _MOST)
+            except zlib.error as error:
+                raise CutShortError(f"gzip data is damaged ({error})") from error
+            if piece:
+                yield piece
+            data = inflate.unconsumed_tail
+            if inflate.eof:  # the end of one member: another may follow, or zero padding
+                data = inflate.unused_data.lstrip(b"\x00")
+                inflate = zlib.decompressobj(wbits=31)
+                fresh = True
+            else:
+                fresh = False
+        if Path(path).stat().st_size and not fresh:
+            raise CutShortError("gzip data ends early")
+
+
+def _unzstd(path: str) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise CorpusError(f"{path}: reading .zst needs `pip install zstandard`") from error
+    with open(path, "rb") as stream:
+        frame, data, fresh = zstandard.ZstdDecompressor().decompressobj(), b"", True
+        while data or (data := stream.read(_PIECE >> 2)):
+            try:
+                piece = frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise CutShortError(f"zstd data is damaged ({error})") from error
+            if piece:
+                yield piece
+            fresh, data = frame.eof, frame.unused_data if frame.eof else b""
+            if fresh:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+        if not fresh:
+            raise CutShortError("zstd data ends early")
+
+
+@dataclass
+class LineBlock:
+    """Whole lines `data` that begin at byte `offset`, or one line too long to be held."""
+
+    data: bytes
+    offset: int
+    too_long: int = 0
+    """Bytes of a line that was passed over; then `data` is its beginning."""
+
+    @property
+    def end(self) -> int:
+        """The offset after the block."""
+        return self.offset + (self.too_long or len(self.data))
+
+
+def line_blocks(
+    source: Iterable[bytes], *, offset: int, end: int | None, size: int, longest: int
+) -> Iterator[LineBlock]:
+    """Cut a stream into blocks of whole lines of about `size` bytes.
+
+    Lines that begin before `end` belong (all, where it is None); the last one need not end with a
+    newline. A line over `longest` bytes is passed over without holding it. On `CutShortError` the
+    complete lines come first, and the exception passes on with the incomplete one as argument.
+    """
+    held, at, whole, skipped = bytearray(), offset, 0, 0  # whole: bytes of held in whole lines
+    try:
+        for piece in source:
+            if skipped:
+                newline = piece.find(b"\n") + 1
+                skipped += newline or len(piece)
+                if not newline:
+                    continue
+                yield LineBlock(bytes(held), at, too_long=skipped)
+                at, held, piece, skipped = at + skipped, bytearray(), piece[newline:], 0
+                if end is not None and at >= end:
+                    return
+            newline = piece.rfind(b"\n") + 1
+            whole = len(held) + newline if newline else whole
+            held += piece
+            if end is not None and at + whole >= end:
+                cut = held.index(b"\n", max(end - 1 - at, 0)) + 1
+                yield LineBlock(bytes(held[:cut]), at)
+                return
+            if len(held) >= size and whole:
+                yield LineBlock(bytes(held[:whole]), at)
+                at += whole
+                del held[:whole]
+                whole = 0
+            if len(held) - whole > longest:
+                skipped = len(held)
+                del held[1 << 16 :]
+    except CutShortError as error:
+        cut = held.rfind(b"\n") + 1
+        if cut:
+            yield LineBlock(bytes(held[:cut]), at)
+        raise CutShortError(str(error), bytes(held[cut:])) from error
+    if skipped:
+        yield LineBlock(bytes(held), at, too_long=skipped)
+    elif held:
+        yield LineBlock(bytes(held), at)

@@ -1,0 +1,115 @@
+"""Tables of rows: parquet files, datasets saved by Hugging Face `datasets`, streams of its hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.sources import Source
+
+if TYPE_CHECKING:
+    from megatron_anchor.corpus.readers import ReadOptions
+
+DAMAGE = (pa.ArrowException, OSError, EOFError)
+
+
+@dataclass
+class Table:
+    """Rows that can be read from any place: `batches(first, stop, step)` gives Arrow tables."""
+
+    rows: int
+    bytes_a_row: float
+    batches: Callable[[int, int, int], Iterator[pa.Table]]
+
+
+def open_table(source: Source, options: ReadOptions) -> Table:
+    """Open a parquet file or a saved dataset; `CorpusError` where a needed column is missing."""
+    return (_parquet if source.format == "parquet" else _saved)(source, options)
+
+
+def count_rows(source: Source, options: ReadOptions) -> int | None:
+    """Rows of a table, None for sources that are no tables."""
+    if source.format not in ("parquet", "dataset"):
+        return None
+    return open_table(source, options).rows
+
+
+def _parquet(source: Source, options: ReadOptions) -> Table:
+    try:
+        file = pq.ParquetFile(source.path)
+    except DAMAGE as error:
+        raise CorpusError(f"{source.path} is no readable parquet file: {error}") from error
+    columns = _needed(source, options, file.schema_arrow.names)
+    meta = file.metadata
+    size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+    starts = [0]
+    for i in range(meta.num_row_groups):
+        starts.append(starts[-1] + meta.row_group(i).num_rows)
+
+    def batches(first: int, stop: int, step: int) -> Iterator[pa.Table]:
+        groups = [i for i in range(len(starts) - 1) if starts[i + 1] > first and starts[i] < stop]
+        if not groups:
+            return
+        at = starts[groups[0]]
+        for batch in file.iter_batches(batch_size=step, row_groups=groups, columns=columns):
+            begin, end = max(first - at, 0), min(stop - at, batch.num_rows)
+            at += batch.num_rows
+            if begin < end:
+                yield pa.Table.from_batches([batch.slice(begin, end - begin)])
+
+    return Table(meta.num_rows, size / max(meta.num_rows, 1), batches)
+
+
+def _saved(source: Source, options: ReadOptions) -> Table:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        found = load_from_disk(source.path)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise CorpusError(f"{source.path} is no readable saved dataset: {error}") from error
+    if isinstance(found, DatasetDict):
+        if options.hf_split not in found:
+            raise CorpusError(
+                f"{source.path} has the splits {', '.join(found)}, not {options.hf_split!r}; "
+                "choose one with --hf-split"
+            )
+        found = found[options.hf_split]
+    columns = _needed(source, options, found.column_names)
+    rows = found.select_columns(columns).with_format("arrow")
+
+    def batches(first: int, stop: int, step: int) -> Iterator[pa.Table]:
+        for at in range(first, stop, step):
+            yield rows[at : min(at + step, stop)]
+
+    return Table(len(rows), source.size / max(len(rows), 1), batches)
+
+
+def _needed(source: Source, options: ReadOptions, present: list[str]) -> list[str]:
+    missing = [name for name in options.columns if name not in present]
+    if missing:
+        raise CorpusError(
+            f"{source.path} has the columns {', '.join(present)}, not {missing[0]!r}; "
+            "name others with --json-keys and --domain-key"
+        )
+    return list(options.columns)
+
+
+def stream_hub(path: str, options: ReadOptions, *, skip: int) -> Iterator[dict[str, Any]]:
+    """Rows of `hf://owner/name` through `datasets` streaming; a local folder works as well."""
+    from datasets import load_dataset
+
+    name = path.removeprefix("hf://")
+    try:
+        stream = load_dataset(name, options.hf_config, split=options.hf_split, streaming=True)
+    except Exception as error:  # datasets and its hub client raise many kinds
+        raise CorpusError(
+            f"--input {path}: the dataset could not be opened with --hf-split {options.hf_split}"
+            f" --hf-config {options.hf_config}: {error}"
+        ) from error
+    for item in stream.skip(skip) if skip else stream:
+        yield {column: item[column] for column in options.columns if column in item}

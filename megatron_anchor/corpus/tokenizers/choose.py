@@ -1,0 +1,199 @@
+"""From the command line's tokenizer arguments to a tokenizer, and to the engine that serves it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.tokenizers import (
+    bytes_and_numbers,
+    huggingface,
+    sentencepiece_model,
+    tiktoken_ranks,
+)
+from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer
+
+_SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    *_SENTENCEPIECE,
+    "TikTokenizer",
+    "GPT2BPETokenizer",
+    "ByteLevelTokenizer",
+    "NullTokenizer",
+)
+ENGINES = ("auto", "native", "gigatoken")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """The tokenizer arguments, named as Megatron names them."""
+
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tokenizer_special_tokens: tuple[str, ...] = ()
+    tokenizer_hf_no_include_special_tokens: bool = False
+    trust_remote_code: bool = False
+    null_tokenizer_eod_id: int | None = None
+    eod_token: str | None = None
+    eod_id: int | None = None
+    allow_special_in_text: bool = False
+    engine: str = "auto"
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that `config` names; `CorpusError` with the remedy where there is none."""
+    kind = config.tokenizer_type or _guess_type(config.tokenizer_model)
+    if kind not in TOKENIZER_TYPES:
+        raise CorpusError(
+            f"--tokenizer-type {kind} cannot prepare a GPT corpus; choose one of "
+            f"{', '.join(TOKENIZER_TYPES)}"
+        )
+    return _load(kind, config).with_eod(eod_id=config.eod_id)
+
+
+def _load(kind: str, config: TokenizerConfig) -> Tokenizer:
+    special = config.allow_special_in_text
+    if kind == "ByteLevelTokenizer":
+        return bytes_and_numbers.load_bytes(
+            vocab_size=config.vocab_size, eod_id=config.null_tokenizer_eod_id
+        )
+    if kind == "NullTokenizer":
+        return bytes_and_numbers.load_numbers(
+            vocab_size=config.vocab_size, eod_id=config.null_tokenizer_eod_id
+        )
+    if kind == "GPT2BPETokenizer":
+        vocab, merges = (
+            _file(config.vocab_file, "--vocab-file"),
+            _file(config.merge_file, "--merge-file"),
+        )
+        return huggingface.load_gpt2(vocab, merges, special=special)
+    if kind == "HuggingFaceTokenizer":
+        return _load_huggingface(config)
+    path = _file(config.tokenizer_model, "--tokenizer-model")
+    if kind in _SENTENCEPIECE:
+        return sentencepiece_model.load(path, special=special)
+    return tiktoken_ranks.load(
+        path,
+        special=special,
+        pattern=config.tiktoken_pattern,
+        special_tokens=config.tokenizer_special_tokens,
+        num_special_tokens=config.tiktoken_num_special_tokens,
+        vocab_size=config.vocab_size,
+        eod_token=config.eod_token,
+    )
+
+
+def _load_huggingface(config: TokenizerConfig) -> Tokenizer:
+    if config.tokenizer_model is None:
+        raise CorpusError("HuggingFaceTokenizer needs --tokenizer-model (a folder or a hub name)")
+    path = Path(config.tokenizer_model)
+    special, affixes = (
+        config.allow_special_in_text,
+        not config.tokenizer_hf_no_include_special_tokens,
+    )
+    if path.is_file():
+        return huggingface.load_file(
+            path, special=special, affixes=affixes, eod_token=config.eod_token
+        )
+    model = path / "tokenizer.model"
+    if model.is_file() and not (path / "tokenizer.json").is_file():
+        if tiktoken_ranks.looks_like_ranks(_head(model)):
+            return tiktoken_ranks.load(model, special=special, eod_token=config.eod_token)
+        settings = path / "tokenizer_config.json"
+        adds_bos = (
+            json.loads(settings.read_text()).get("add_bos_token", True)
+            if settings.is_file()
+            else True
+        )
+        return sentencepiece_model.load(model, special=special, affixes=affixes and adds_bos)
+    return huggingface.load_folder(
+        config.tokenizer_model,
+        special=special,
+        affixes=affixes,
+        eod_token=config.eod_token,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _guess_type(model: str | None) -> str:
+    """The type of a tokenizer by its file, for users who gave no --tokenizer-type."""
+    if model is None:
+        raise CorpusError(
+            "give --tokenizer-model (a folder or a file) and, if needed, --tokenizer-type"
+        )
+    path = Path(model)
+    if not path.is_file():
+        return "HuggingFaceTokenizer"
+    if tiktoken_ranks.looks_like_ranks(_head(path)):
+        return "TikTokenizer"
+    if path.suffix == ".json":
+        content = json.loads(path.read_text(encoding="utf-8"))
+        is_ranks = isinstance(content, list) or "vocab" in content
+        return "TikTokenizer" if is_ranks else "HuggingFaceTokenizer"
+    return "SentencePieceTokenizer"
+
+
+def _file(path: str | None, flag: str) -> Path:
+    if path is None:
+        raise CorpusError(f"this tokenizer type needs {flag}")
+    if not Path(path).is_file():
+        raise CorpusError(f"{flag} {path}: no such file")
+    return Path(path)
+
+
+def _head(path: Path) -> bytes:
+    with open(path, "rb") as stream:
+        return stream.read(4096)
+
+
+def choose_engine(
+    tokenizer: Tokenizer, *, wanted: str, sample: Sequence[str], threads: int
+) -> tuple[EngineRecipe, str]:
+    """The engine to use and a sentence on why.
+
+    `auto` takes the fast engine where it is installed and gives the native ids on the probe texts,
+    on every control string and on `sample`, texts of the corpus itself.
+    """
+    if wanted == "native":
+        return tokenizer.native, f"engine {tokenizer.native.name}, as asked"
+    if tokenizer.fast is None:
+        if wanted == "gigatoken":
+            raise CorpusError(f"--engine gigatoken: {tokenizer.fast_unavailable}")
+        return tokenizer.native, f"engine {tokenizer.native.name}; {tokenizer.fast_unavailable}"
+    difference = _difference(tokenizer, sample, threads=threads)
+    if not difference:
+        return (
+            tokenizer.fast,
+            f"engine {tokenizer.fast.name}: same ids on {len(sample)} sample texts",
+        )
+    if wanted == "gigatoken":
+        raise CorpusError(f"--engine gigatoken: {difference}; use --engine native")
+    return tokenizer.native, f"engine {tokenizer.native.name}, since {difference}"
+
+
+def _difference(tokenizer: Tokenizer, sample: Sequence[str], *, threads: int) -> str:
+    """Where the fast engine gives other ids than the native one; empty where nowhere."""
+    assert tokenizer.fast is not None
+    native = tokenizer.native.make()
+    try:
+        fast = tokenizer.fast.make(threads=threads)
+        control = [native.decode([id_]) for id_ in sorted(tokenizer.control_ids)]
+        texts = [*tokenizer.probe_texts, *control, *sample]
+        theirs = fast.encode_batch(texts)
+    except Exception as error:
+        return f"{tokenizer.fast.name} failed ({error})"
+    for text, expected, got in zip(texts, native.encode_batch(texts), theirs, strict=True):
+        if not np.array_equal(expected, got):
+            return f"{tokenizer.fast.name} gives other ids for {text[:40]!r}"
+    return ""

@@ -1,0 +1,251 @@
+"""Hugging Face tokenizers: a folder, a hub name, a `tokenizer.json`, or GPT-2's two files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.tokenizers import gigatoken_engine, plain_text
+from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, digest_of
+
+_FACTORY = "megatron_anchor.corpus.tokenizers.huggingface:TokenizersEngine"
+_EOS_NAMES = (
+    "</s>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<eos>",
+    "<|eot_id|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+
+
+class TokenizersEngine:
+    """The `tokenizers` library. `plain_text` keeps special strings of a text as text."""
+
+    name = "tokenizers"
+
+    def __init__(self, *, config: str, plain_text: bool, threads: int = 1) -> None:
+        import os
+
+        if threads == 1:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one engine a worker process
+        else:
+            os.environ["RAYON_NUM_THREADS"] = str(threads)
+        from tokenizers import Tokenizer as Library
+
+        self._library = Library.from_str(config)
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._library.encode_special_tokens = plain_text
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of every text, uint32, without the post-processor's tokens."""
+        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens shown."""
+        return self._library.decode(list(ids), skip_special_tokens=False)
+
+
+def load_file(path: Path, *, special: bool, affixes: bool, eod_token: str | None) -> Tokenizer:
+    """A lone `tokenizer.json`; eos comes from the files beside it or from well-known names.
+
+    `special`: special strings in a text become control tokens. `affixes`: every text gets what the
+    library's post-processor adds (a bos, for some tokenizers).
+    """
+    config = _read_json(path)
+    if "model" not in config:
+        raise CorpusError(f"{path} is not a tokenizer.json: it has no 'model' entry")
+    named = _named_tokens(path.parent)
+    contents = {token["content"] for token in config.get("added_tokens") or ()}
+    eos = named.get("eos_token") or next((name for name in _EOS_NAMES if name in contents), None)
+    return _describe(
+        config,
+        path=str(path),
+        eos=eod_token or eos,
+        named={"bos_token": named.get("bos_token"), **named},
+        special=special,
+        affixes=affixes,
+    )
+
+
+def load_folder(
+    path: str, *, special: bool, affixes: bool, eod_token: str | None, trust_remote_code: bool
+) -> Tokenizer:
+    """What `AutoTokenizer.from_pretrained(path)` gives for a folder or a hub name."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(path)
+    try:
+        library = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        if not (folder / "tokenizer.json").is_file():
+            raise CorpusError(f"no tokenizer could be loaded from {path!r}: {error}") from error
+        return load_file(
+            folder / "tokenizer.json", special=special, affixes=affixes, eod_token=eod_token
+        )
+    if not isinstance(library, PreTrainedTokenizerFast):
+        raise CorpusError(
+            f"{path!r} gives a {type(library).__name__}, which has no fast tokenizer.json; convert "
+            "it (AutoTokenizer with use_fast=True, then save_pretrained) and give the new folder"
+        )
+    named = {
+        name: str(value)
+        for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+        if (value := getattr(library, name, None)) is not None
+    }
+    return _describe(
+        json.loads(library.backend_tokenizer.to_str()),
+        path=path,
+        eos=eod_token or named.get("eos_token") or named.get("sep_token"),
+        named=named,
+        special=special,
+        affixes=affixes,
+    )
+
+
+def load_gpt2(vocab_file: Path, merge_file: Path, *, special: bool) -> Tokenizer:
+    """GPT-2's `vocab.json` and `merges.txt` (Megatron's GPT2BPETokenizer)."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    library = ByteLevelBPETokenizer(str(vocab_file), str(merge_file))
+    library.add_special_tokens(["<|endoftext|>"])
+    return _describe(
+        json.loads(library.to_str()),
+        path=str(vocab_file),
+        eos="<|endoftext|>",
+        named={},
+        special=special,
+        affixes=False,
+    )
+
+
+def _describe(
+    config: Mapping[str, Any],
+    *,
+    path: str,
+    eos: str | None,
+    named: Mapping[str, str | None],
+    special: bool,
+    affixes: bool,
+) -> Tokenizer:
+    original = json.dumps(config)
+    reference = TokenizersEngine(config=original, plain_text=False)
+    vocabulary = reference._library.get_vocab(with_added_tokens=True)
+    if eos is not None and eos not in vocabulary:
+        raise CorpusError(
+            f"the end-of-document token {eos!r} is not in the vocabulary of {path}; "
+            "name another with --eod-token, or give its number with --eod-id"
+        )
+    notes: list[str] = []
+    control: dict[str, int] = {}
+    if not special:
+        control = plain_text.control_tokens(config, named=filter(None, named.values()))
+        config = _guarded(config, control, path=path)
+    encoded = json.dumps(plain_text.flagged_special(config, control) if not special else config)
+    prefix, suffix = _affixes(reference, path=path) if affixes else ((), ())
+    if prefix or suffix:
+        notes.append(_affix_note(prefix, suffix))
+    bos = named.get("bos_token")
+    stripped = config if special else plain_text.without_control(config, control)
+    fast, reason = gigatoken_engine.recipe_from_json(json.dumps(stripped))
+    return Tokenizer(
+        kind="huggingface",
+        path=path,
+        vocab_size=len(vocabulary),
+        native=EngineRecipe("tokenizers", _FACTORY, {"config": encoded, "plain_text": not special}),
+        fast=fast,
+        fast_unavailable=reason,
+        eod_id=vocabulary[eos] if eos is not None else None,
+        bos_id=vocabulary.get(bos) if bos else None,
+        prefix=prefix,
+        suffix=suffix,
+        control_ids=frozenset(control.values()),
+        vocabulary_digest=digest_of(*(f"{vocabulary[word]} {word}" for word in sorted(vocabulary))),
+        notes=tuple(notes),
+    )
+
+
+def _guarded(
+    config: Mapping[str, Any], control: Mapping[str, int], *, path: str
+) -> Mapping[str, Any]:
+    """The config in which no control string can be spelled; proved by encoding each of them."""
+    reachable = _reachable(config, control)
+    if not reachable:
+        return config
+    edited = plain_text.hidden_in_model(config, reachable)
+    left = _reachable(edited, control)
+    if left:
+        raise CorpusError(
+            f"the tokenizer {path} turns the literal text {left[0]!r} into its control token even "
+            "with added tokens off; use --allow-special-in-text if that is wanted"
+        )
+    return edited
+
+
+def _reachable(config: Mapping[str, Any], control: Mapping[str, int]) -> list[str]:
+    flagged = json.dumps(plain_text.flagged_special(config, control))
+    engine = TokenizersEngine(config=flagged, plain_text=True)
+    contents, ids = list(control), set(control.values())
+    texts = [text for content in contents for text in (content, f"a{content} b")]
+    found = [bool(ids.intersection(row.tolist())) for row in engine.encode_batch(texts)]
+    return [content for i, content in enumerate(contents) if found[2 * i] or found[2 * i + 1]]
+
+
+def _affixes(engine: TokenizersEngine, *, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor sets before and after a text."""
+    library, found = engine._library, set()
+    for text in ("a", "Hello, world", "x = 1\n"):
+        bare = library.encode(text, add_special_tokens=False).ids
+        full = library.encode(text, add_special_tokens=True).ids
+        extra = len(full) - len(bare)
+        starts = [n for n in range(extra + 1) if full[n : n + len(bare)] == bare]
+        if not starts:
+            raise CorpusError(
+                f"the post-processor of {path} does more than to add tokens before and after a "
+                "text; leave it out with --tokenizer-hf-no-include-special-tokens"
+            )
+        found.add((tuple(full[: starts[0]]), tuple(full[starts[0] + len(bare) :])))
+    if len(found) != 1:
+        raise CorpusError(
+            f"the post-processor of {path} adds other tokens to other texts ({sorted(found)}); "
+            "leave it out with --tokenizer-hf-no-include-special-tokens"
+        )
+    return found.pop()
+
+
+def _affix_note(prefix: Sequence[int], suffix: Sequence[int]) -> str:
+    return (
+        f"the tokenizer's own post-processor sets {list(prefix)} before and {list(suffix)} after "
+        "every text, as Megatron's tool does; --tokenizer-hf-no-include-special-tokens leaves "
+        "them out"
+    )
+
+
+def _named_tokens(folder: Path) -> dict[str, str]:
+    """bos_token, eos_token, ... from the small JSON files beside a tokenizer.json."""
+    named: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            continue
+        for key, value in _read_json(folder / name).items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(content, str):
+                named[key] = content
+    return named
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CorpusError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorpusError(f"{path} holds a JSON {type(value).__name__}, expected an object")
+    return value
