@@ -59,7 +59,10 @@ def plan_samples(
         )
         document_index = order_documents(documents, num_epochs, separate, random_state)
         sample_index = cut_into_samples(
-            document_index, content_lengths_D, sequence_length=sequence_length
+            document_index,
+            content_lengths_D,
+            sequence_length=sequence_length,
+            slots=slots * num_epochs,
         )
         total = len(sample_index) - 1
         if num_samples is None or total >= num_samples:

@@ -20,6 +20,9 @@ import numpy as np
 
 from megatron_anchor.packing.compiled import compiled
 
+GATHERED_AT_ONCE = 1024
+"""Lengths fetched together: the loads do not wait for the cutting, nor for each other."""
+
 
 class Pieces(NamedTuple):
     """The slices of documents that make one sample, in order; every field is an array [P].
@@ -70,27 +73,32 @@ def _cut(
     """Fill `sample_index` (rows: sample, columns: position and offset); return the samples."""
     sample = 0
     filled = 0  # slots of the sample at hand; 0 = its beginning is not recorded yet
-    for position in range(len(document_index_O)):
-        content = content_lengths_D[document_index_O[position]]
-        if content <= 0:
-            continue
-        if filled == 0:
-            sample_index[sample, 0] = position
-            sample_index[sample, 1] = 0
-        slots = content + 1  # that the rest of the document needs
-        offset = 0
-        while filled + slots > sequence_length:
-            taken = sequence_length - filled
-            offset += taken if offset == 0 else taken - 1  # a repeated anchor counts once
-            slots = content + 2 - offset
-            sample += 1
-            sample_index[sample, 0] = position
-            sample_index[sample, 1] = offset
-            filled = 0
-        filled += slots
-        if filled == sequence_length:
-            sample += 1
-            filled = 0
+    gathered = np.empty(GATHERED_AT_ONCE, dtype=content_lengths_D.dtype)
+    for block in range(0, len(document_index_O), GATHERED_AT_ONCE):
+        block_size = min(GATHERED_AT_ONCE, len(document_index_O) - block)
+        for i in range(block_size):
+            gathered[i] = content_lengths_D[document_index_O[block + i]]
+        for i in range(block_size):
+            content = gathered[i]
+            if content <= 0:
+                continue
+            if filled == 0:
+                sample_index[sample, 0] = block + i
+                sample_index[sample, 1] = 0
+            slots = content + 1  # that the rest of the document needs
+            offset = 0
+            while filled + slots > sequence_length:
+                taken = sequence_length - filled
+                offset += taken if offset == 0 else taken - 1  # a repeated anchor counts once
+                slots = content + 2 - offset
+                sample += 1
+                sample_index[sample, 0] = block + i
+                sample_index[sample, 1] = offset
+                filled = 0
+            filled += slots
+            if filled == sequence_length:
+                sample += 1
+                filled = 0
     if filled > 0:
         sample += 1
     sample_index[sample, 0] = len(document_index_O)
@@ -99,7 +107,7 @@ def _cut(
 
 
 def cut_into_samples(
-    document_index_O: np.ndarray, content_lengths_D: np.ndarray, *, sequence_length: int
+    document_index_O: np.ndarray, content_lengths_D: np.ndarray, *, sequence_length: int, slots: int
 ) -> np.ndarray:
     """Cut the stream of documents into samples; the last one may be partly filled.
 
@@ -108,12 +116,13 @@ def cut_into_samples(
         content_lengths_D: int32 tokens of every document behind its anchor; a document with none
             (empty, or nothing but an anchor of its own) takes no slots.
         sequence_length: S, slots of a sample, at least 2.
+        slots: `count_slots` of these documents (does not depend on their order).
 
     Returns:
         int64 [N + 1, 2]: (position, offset) where each sample begins, then the stream's end.
     """
     # Every sample but the last is full, and at most one slot of it repeats an anchor.
-    most = -(-count_slots(document_index_O, content_lengths_D) // (sequence_length - 1))
+    most = -(-slots // (sequence_length - 1))
     sample_index = np.empty((most + 1, 2), dtype=np.int64)
     samples = _cut(document_index_O, content_lengths_D, sequence_length, sample_index)
     return sample_index[: samples + 1]

@@ -141,12 +141,17 @@ def _write_tokens(
     for piece in range(len(start_P)):
         start, length = start_P[piece], length_P[piece]
         tail = head + length  # the piece's last slot
+        # Plain loops over slices become vector instructions; indices with an offset do not.
+        source = text[start : start + length]
+        inputs, targets = tokens_S[head + 1 : tail + 1], labels_S[head:tail]
+        counted = loss_mask_S[head:tail]
+        for i in range(len(source)):
+            inputs[i] = source[i]
+        for i in range(len(source)):
+            targets[i] = source[i]
+        for i in range(len(source)):
+            counted[i] = 1.0
         tokens_S[head] = anchor_token_id
-        for place in range(length):
-            token = np.int64(text[start + place])
-            tokens_S[head + 1 + place] = token
-            labels_S[head + place] = token
-            loss_mask_S[head + place] = 1.0
         if not anchor_has_target_P[piece]:
             labels_S[head] = 0
             loss_mask_S[head] = 0.0
@@ -173,12 +178,11 @@ def _write_positions(
     """
     for document in range(len(document_borders) - 1):
         begin, end = document_borders[document], document_borders[document + 1]
-        lag = 0
-        if restart:
-            lag = begin
+        slots = position_ids_S[begin:end]
+        first = 0 if restart else int(begin)
         if anchors_at_zero:
-            lag = document
-        for slot in range(begin, end):
-            position_ids_S[slot] = slot - lag
+            first -= document
+        for i in range(len(slots)):
+            slots[i] = first + i
         if anchors_at_zero:
-            position_ids_S[begin] = 0
+            slots[0] = 0

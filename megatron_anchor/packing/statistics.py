@@ -34,10 +34,12 @@ def attention_work(cu_seqlens: Any) -> Any:
 
 
 def attention_work_share(cu_seqlens: Any, *, sequence_length: int) -> Any:
-    """Work inside the segments relative to one segment of `sequence_length` slots; float64 [...].
+    """Work inside the segments relative to full attention over the sample; float64 [...].
 
-    For the merged cu_seqlens of several samples give the sum of their shares' denominators by
-    dividing the result by the number of samples.
+    Args:
+        cu_seqlens: [..., L]; for the merged cu_seqlens of several samples the result is the sum
+            of their shares.
+        sequence_length: S, slots of one sample.
     """
     return attention_work(cu_seqlens) / (sequence_length * (sequence_length + 1) / 2)
 

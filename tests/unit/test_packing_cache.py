@@ -1,0 +1,184 @@
+"""The cached index: reused when nothing changed, built again when anything did, written whole."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_anchor.packing import dataset as dataset_module
+from megatron_anchor.packing import epochs
+from megatron_anchor.packing.cache import load_or_build
+from tests.unit.packing_oracle import build_train, plain, write_corpus
+
+DOCUMENTS = [[[10 * n + k for k in range(n % 7 + 1)]] for n in range(1, 40)]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_corpus(tmp_path / "c", DOCUMENTS)
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """One entry for each sample index that is really built."""
+    calls: list[int] = []
+
+    def counted(*args: Any, **settings: Any) -> epochs.SamplePlan:
+        calls.append(settings["sequence_length"])
+        return epochs.plan_samples(*args, **settings)
+
+    monkeypatch.setattr(dataset_module, "plan_samples", counted)
+    return calls
+
+
+def contents(dataset: Any) -> list[dict]:
+    return [plain(sample) for sample in dataset]
+
+
+def test_a_second_run_reads_the_index_of_the_first(prefix: str, builds: list[int]) -> None:
+    first, second = contents(build_train(prefix)), contents(build_train(prefix))
+    assert first == second
+    assert len(builds) == 1
+
+
+def test_without_a_cache_path_the_index_lies_beside_the_corpus(prefix: str) -> None:
+    build_train(prefix)
+    folder = Path(prefix, "cache", "PackedDataset_indices")
+    assert {path.suffix for path in folder.iterdir()} == {".npy", ".json"}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sequence_length": 9},
+        {"random_seed": 5},
+        {"anchor_token_id": 2},
+        {"split": "1,1,0"},
+        {"num_samples": 33},
+    ],
+)
+def test_other_settings_have_an_index_of_their_own(
+    prefix: str, builds: list[int], changed: dict[str, Any]
+) -> None:
+    before = contents(build_train(prefix))
+    changed_once, changed_again = (contents(build_train(prefix, **changed)) for _ in range(2))
+    assert before != changed_once == changed_again
+    assert len(builds) == (3 if "split" in changed else 2)  # train, valid
+
+
+def test_another_corpus_at_the_same_path_is_noticed(prefix: str, builds: list[int]) -> None:
+    before = contents(build_train(prefix))
+    changed = [[[token + 1 for token in document[0]]] for document in DOCUMENTS]
+    times = [os.stat(f"{prefix}{suffix}").st_mtime_ns for suffix in (".bin", ".idx")]
+    write_corpus(prefix, changed)  # same sizes
+    for suffix, time in zip((".bin", ".idx"), times, strict=True):
+        os.utime(f"{prefix}{suffix}", ns=(time + 10**6, time + 10**6))
+    after = contents(build_train(prefix))
+    assert len(builds) == 2
+    assert [s["num_documents"] for s in before] == [s["num_documents"] for s in after]
+    assert before != after
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 5)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def reshape(path: Path) -> None:
+    np.save(path, np.load(path)[:-1])
+
+
+def retype(path: Path) -> None:
+    np.save(path, np.load(path).astype(np.float64))
+
+
+def scribble(path: Path) -> None:
+    path.write_bytes(b"{" + path.read_bytes())
+
+
+DAMAGES = [truncate, empty, reshape, retype, scribble, Path.unlink]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "name", ["document_index", "sample_index", "shuffle_index", "own_anchors-own_anchor"]
+)
+def test_a_damaged_array_is_built_again_with_a_message(
+    prefix: str, caplog: pytest.LogCaptureFixture, name: str, damage: Any
+) -> None:
+    before = contents(build_train(prefix))
+    [path] = Path(prefix).rglob(f"*{name}.npy")
+    damage(path)
+    with caplog.at_level(logging.WARNING):
+        after = contents(build_train(prefix))
+    assert before == after
+    assert any("is damaged" in m and "building it again" in m for m in caplog.messages)
+    caplog.clear()
+    assert contents(build_train(prefix)) == before
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, scribble])
+def test_a_damaged_description_is_written_again_with_a_message(
+    prefix: str, caplog: pytest.LogCaptureFixture, damage: Any
+) -> None:
+    before = contents(build_train(prefix))
+    [path] = Path(prefix).rglob("*train-description.json")
+    written = json.loads(path.read_text())
+    damage(path)
+    with caplog.at_level(logging.WARNING):
+        assert contents(build_train(prefix)) == before
+    assert any("is damaged" in message for message in caplog.messages)
+    assert json.loads(path.read_text()) == written
+
+
+def test_an_entry_that_describes_something_else_is_not_used(tmp_path: Path) -> None:
+    def entry(value: int) -> np.ndarray:
+        stored = load_or_build(
+            tmp_path,
+            "same-stem",
+            names=("numbers",),
+            description={"value": value},
+            build=lambda: {"numbers": np.full(3, value)},
+        )
+        return np.array(stored["numbers"])
+
+    assert entry(1).tolist() == [1, 1, 1]
+    assert entry(2).tolist() == [2, 2, 2]
+
+
+def test_a_failed_write_leaves_no_file(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(ValueError, match=r"No space left on device.*--data-cache-path"):
+        build_train(prefix, path_to_cache=str(cache))
+    assert list(cache.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_names_the_cache_path_flag(
+    prefix: str, tmp_path: Path
+) -> None:
+    # A file where the directory should go: refused for every user, root included.
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+    with pytest.raises(ValueError, match=r"cannot write the packing index to .*--data-cache-path"):
+        build_train(prefix, path_to_cache=str(blocked / "cache"))
+    shutil.copy(f"{prefix}.idx", prefix)  # the place beside the corpus is taken by a file
+    with pytest.raises(ValueError, match="--data-cache-path"):
+        build_train(prefix)
+    assert len(build_train(prefix, path_to_cache=str(tmp_path / "elsewhere"))) > 0
