@@ -72,6 +72,13 @@ def _add_processing(parser: argparse.ArgumentParser) -> None:
         help="stop at the first bad row, or leave bad rows out and list them in a side file",
     )
     add("--shard", metavar="I/N", help="do only part I (from 0) of N; then tools/merge_corpora.py")
+    add(
+        "--executor",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: run the shards as tasks of --workers CPUs on a Ray cluster and merge them",
+    )
+    add("--shards", type=int, default=0, help="of --executor ray (default: what the CPUs allow)")
     add("--chunk-kb", type=int, default=512, help="text that a worker gets at once")
 
 
@@ -105,7 +112,13 @@ def config_from(args: argparse.Namespace) -> PreprocessConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, preprocess, print; 0 when every good row was written."""
     args = parser().parse_args(argv)
-    summary = preprocess(config_from(args))
+    config = config_from(args)
+    if args.executor == "ray":
+        from megatron_anchor.corpus.distributed import preprocess_on_ray
+
+        summary = preprocess_on_ray(config, shards=args.shards)
+    else:
+        summary = preprocess(config)
     if args.json:
         print(json.dumps(asdict(summary)))
     else:

@@ -114,6 +114,8 @@ def _read_jsonl(
     source: Source, span: Span, options: ReadOptions, place: _Place, make: _ChunkMaker
 ) -> Iterator[Chunk]:
     offset = place.offset or _first_line_start(source, span.start)
+    if span.end is not None and offset >= span.end:
+        return  # no line begins in this span (or all of it was read before)
     ratio = _disk_ratio(source)
     stream = pieces(source.path, compression=source.compression, start=offset)
     row = place.row

@@ -66,10 +66,12 @@ def parse_chunk(chunk: Chunk, options: RowOptions) -> ParsedChunk:
             if raw is not None and len(raw) > options.max_row_bytes:
                 limit = options.max_row_bytes >> 20
                 raise _RowError("row too long", f"{len(raw)} bytes, over --max-row-mb {limit}")
-            record = _load(raw) if value is _MISSING and raw is not None else value
             if chunk.kind == "texts":
-                record = {key: _text_file(raw or b"") for key in options.keys}
-            documents = _documents(record, number, chunk.domain, options)
+                assert raw is not None
+                value = dict.fromkeys(options.keys, _text_file(raw))
+            elif raw is not None:
+                value = _load(raw)
+            documents = _documents(value, number, chunk.domain, options)
         except _RowError as bad:
             kind, detail = bad.args
             shown = raw if raw is not None else _shown(value)

@@ -191,8 +191,10 @@ def _difference(tokenizer: Tokenizer, sample: Sequence[str], *, threads: int) ->
         control = [native.decode([id_]) for id_ in sorted(tokenizer.control_ids)]
         texts = [*tokenizer.probe_texts, *control, *sample]
         theirs = fast.encode_batch(texts)
-    except Exception as error:
-        return f"{tokenizer.fast.name} failed ({error})"
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # Rust panics are no Exception
+        return f"{tokenizer.fast.name} failed ({str(error).strip()[:200]})"
     for text, expected, got in zip(texts, native.encode_batch(texts), theirs, strict=True):
         if not np.array_equal(expected, got):
             return f"{tokenizer.fast.name} gives other ids for {text[:40]!r}"

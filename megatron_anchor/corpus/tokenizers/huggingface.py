@@ -144,6 +144,7 @@ def _describe(
             "name another with --eod-token, or give its number with --eod-id"
         )
     notes: list[str] = []
+    unknown = plain_text.unknown_token(config)
     control: dict[str, int] = {}
     if not special:
         control = plain_text.control_tokens(config, named=filter(None, named.values()))
@@ -166,7 +167,7 @@ def _describe(
         bos_id=vocabulary.get(bos) if bos else None,
         prefix=prefix,
         suffix=suffix,
-        control_ids=frozenset(control.values()),
+        control_ids=frozenset(id_ for word, id_ in control.items() if word != unknown),
         vocabulary_digest=digest_of(*(f"{vocabulary[word]} {word}" for word in sorted(vocabulary))),
         notes=tuple(notes),
     )
@@ -192,7 +193,9 @@ def _guarded(
 def _reachable(config: Mapping[str, Any], control: Mapping[str, int]) -> list[str]:
     flagged = json.dumps(plain_text.flagged_special(config, control))
     engine = TokenizersEngine(config=flagged, plain_text=True)
-    contents, ids = list(control), set(control.values())
+    unknown = plain_text.unknown_token(config)
+    contents = [content for content in control if content != unknown]
+    ids = {control[content] for content in contents}
     texts = [text for content in contents for text in (content, f"a{content} b")]
     found = [bool(ids.intersection(row.tolist())) for row in engine.encode_batch(texts)]
     return [content for i, content in enumerate(contents) if found[2 * i] or found[2 * i + 1]]

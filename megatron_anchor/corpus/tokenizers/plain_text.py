@@ -35,6 +35,15 @@ def control_tokens(config: Mapping[str, Any], *, named: Iterable[str] = ()) -> d
     }
 
 
+def unknown_token(config: Mapping[str, Any]) -> str | None:
+    """What the model gives for characters it does not know; any text may produce it."""
+    model = config["model"]
+    if isinstance(model["vocab"], list):
+        number = model.get("unk_id")
+        return None if number is None else model["vocab"][number][0]
+    return model.get("unk_token")
+
+
 def _is_markup(content: str) -> bool:
     first = unicodedata.category(content[0]) if content else ""
     return first[:1] in ("P", "S") and any(character.isalnum() for character in content)

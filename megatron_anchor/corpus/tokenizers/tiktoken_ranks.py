@@ -38,6 +38,9 @@ PATTERNS = {
     "o200k": _CASED % ((_CONTRACTIONS + "?",) * 2)
     + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
     + _TAIL,
+    "qwen35": _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+    + _TAIL,
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": _CASED % ("", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
 }
@@ -46,6 +49,7 @@ _GIGATOKEN_SCHEMES = {
     "cl100k": "gpt4",
     "llama3": "gpt4",
     "qwen2": "qwen2",
+    "qwen35": "qwen35",
     "o200k": "o200k",
 }
 _MEGATRON_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -81,6 +85,11 @@ _KNOWN = {
         "<|end_of_text|>",
         "<|begin_of_text|>",
         128256,
+    ),
+    248044: _Known(
+        "qwen35",
+        {"<|endoftext|>": 248044, "<|im_start|>": 248045, "<|im_end|>": 248046},
+        "<|endoftext|>",
     ),
     151643: _Known(
         "qwen2",

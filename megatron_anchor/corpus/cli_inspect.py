@@ -1,0 +1,121 @@
+"""The command line of `tools/inspect_corpus.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
+from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.indexed import IndexedCorpus
+from megatron_anchor.corpus.inspection import ALL, PERCENTILES, Report, inspect_corpus
+from megatron_anchor.corpus.manifest import read_manifest
+from megatron_anchor.corpus.pictures import draw_lengths
+from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
+
+_EXAMPLE = """\
+  python tools/inspect_corpus.py corpus/all_text_document --png lengths.png
+  python tools/inspect_corpus.py corpus/all_text_document --document 17 --tokenizer-model my-model
+  exit code 0 where the files agree, 1 where they do not"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    parser = make_parser("Count, measure and verify a .bin/.idx corpus.", _EXAMPLE)
+    add = parser.add_argument
+    add("prefix", help="the corpus, without .bin or .idx")
+    add("--document", type=int, metavar="N", help="show document N (from 0), decoded")
+    add("--max-tokens", type=int, default=2000, help="of a shown document (default 2000)")
+    add("--png", metavar="FILE", help="write a picture of the document lengths")
+    add("--json", action="store_true", help="print the report as JSON")
+    add_tokenizer_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, inspect, print; 1 where something does not agree."""
+    args = parser().parse_args(argv)
+    prefix = args.prefix.removesuffix(".idx").removesuffix(".bin")
+    given = bool(args.tokenizer_model or args.tokenizer_type or args.vocab_file)
+    tokenizer = load_tokenizer(tokenizer_config(args)) if given else None
+    if tokenizer is not None:
+        _check_same(prefix, tokenizer)
+    if args.document is not None:
+        return _show_document(args, prefix, tokenizer)
+    report = inspect_corpus(
+        prefix,
+        vocab_size=tokenizer.vocab_size if tokenizer else args.vocab_size,
+        eod_id=args.eod_id,
+    )
+    if args.png:
+        groups = {d.name: d.bin_tokens for d in report.domains if d.name != ALL} or {
+            ALL: report.domains[0].bin_tokens
+        }
+        draw_lengths(args.png, report.edges, groups, title=f"{prefix}: tokens by document length")
+    print(json.dumps(asdict(report))) if args.json else print_report(report)
+    return 1 if report.problems else 0
+
+
+def _check_same(prefix: str, tokenizer: Tokenizer) -> None:
+    manifest = read_manifest(prefix)
+    if manifest is None:
+        return
+    own, theirs = tokenizer.fingerprint(tokenizer.native.make()), manifest.tokenizer["fingerprint"]
+    if own != theirs:
+        print(
+            f"note: the corpus was made with another tokenizer ({manifest.tokenizer['path']}, "
+            f"fingerprint {theirs}) than the one given ({own})",
+            file=sys.stderr,
+        )
+
+
+def _show_document(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer | None) -> int:
+    ids = IndexedCorpus.open(prefix).document(args.document)
+    if tokenizer is None:
+        manifest = read_manifest(prefix)
+        hint = f" (made with {manifest.tokenizer['path']})" if manifest else ""
+        raise CorpusError(f"--document needs the tokenizer: give --tokenizer-model{hint}")
+    shown = ids[: args.max_tokens]
+    text = tokenizer.native.make().decode(shown.tolist())
+    if args.json:
+        print(json.dumps({"document": args.document, "tokens": ids.tolist(), "text": text}))
+        return 0
+    print(
+        f"document {args.document}: {len(ids)} tokens, {ids[:8].tolist()} ... {ids[-4:].tolist()}"
+    )
+    print(text)
+    if len(shown) < len(ids):
+        print(f"... {len(ids) - len(shown)} more tokens (--max-tokens)")
+    return 0
+
+
+def print_report(report: Report) -> None:
+    """Tables for people."""
+    whole = report.domains[0]
+    print(f"{report.prefix}: {whole.documents} documents, {report.sequences} sequences, ", end="")
+    print(f"{whole.tokens} tokens of {report.dtype}")
+    names = [domain.name for domain in report.domains]
+    wide = max(map(len, names)) + 2
+    percentiles = [f"p{p}" if p < 100 else "longest" for p in PERCENTILES]
+    print(f"\n{'domain':<{wide}}{'documents':>12}{'tokens':>15}{'share':>8}", end="")
+    print("".join(f"{p:>11}" for p in percentiles))
+    for domain in report.domains:
+        share = domain.tokens / max(whole.tokens, 1)
+        print(
+            f"{domain.name:<{wide}}{domain.documents:>12}{domain.tokens:>15}{share:>8.1%}", end=""
+        )
+        print("".join(f"{value:>11}" for value in domain.percentiles))
+    print(f"\n{'length from':>12}{'documents':>12}{'tokens':>15}{'share':>8}")
+    for edge, count, tokens in zip(report.edges, whole.counts, whole.bin_tokens, strict=True):
+        if count:
+            share = tokens / max(whole.tokens, 1)
+            bar = "#" * round(40 * share)
+            print(f"{edge:>12}{count:>12}{tokens:>15}{share:>8.1%} {bar}")
+    print()
+    for problem in report.problems:
+        print(f"PROBLEM: {problem}")
+    if not report.problems:
+        print("the files agree with one another")

@@ -1,0 +1,222 @@
+"""Merging corpora: any number of `.bin/.idx` pairs, one after another, in bounded memory.
+
+dtype, key, level, eod and tokenizer fingerprint must agree; domain names are united in the order in
+which they are met, so merged shards equal the corpus of one run byte for byte.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path, idx_path, write_index
+from megatron_anchor.corpus.manifest import (
+    DomainCount,
+    KeyManifest,
+    domains_path,
+    manifest_path,
+    read_domains,
+    read_manifest,
+    write_domains,
+)
+
+_BLOCK = 1 << 20  # elements moved at once
+
+
+@dataclass(frozen=True)
+class _Part:
+    prefix: Path
+    corpus: IndexedCorpus
+    manifest: KeyManifest | None
+
+    @property
+    def name(self) -> str:
+        """The domain of a corpus that has no manifest."""
+        return self.prefix.name
+
+
+def merge_corpora(
+    prefixes: Sequence[str | Path],
+    output_prefix: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> KeyManifest | None:
+    """Merge corpora in the order given into one at `output_prefix`.
+
+    Returns the merged manifest, None where no part has one. Raises `CorpusError` where parts do not
+    fit together or the output exists. Nothing carries a final name before all is written.
+    """
+    if not prefixes:
+        raise CorpusError("nothing to merge: give at least one prefix")
+    out = Path(output_prefix)
+    if any(Path(prefix).resolve() == out.resolve() for prefix in prefixes):
+        raise CorpusError(f"{out} is both an input and the output; choose another output prefix")
+    finals = [bin_path(out), domains_path(out), manifest_path(out), idx_path(out)]
+    existing = [path for path in finals if path.exists()]
+    if existing and not overwrite:
+        raise CorpusError(f"{existing[0]} exists; choose another output prefix or --overwrite")
+    parts = [_open(prefix) for prefix in prefixes]
+    _check_fit(parts)
+    names = _domain_names(parts)
+    folder = Path(f"{out}.merging")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        _write_streams(parts, folder, names, progress=progress)
+        manifest = _merged_manifest(parts, names)
+        dtype = parts[0].corpus.dtype
+        write_index(
+            folder / "idx",
+            dtype=dtype,
+            lengths_file=folder / "lengths",
+            document_ends_file=folder / "ends",
+        )
+        if manifest is not None:
+            write_domains(folder / "domains.npy", folder / "domains")
+            manifest.write(folder / "manifest.json")
+        for path in existing:
+            path.unlink()
+        for name, final in zip(("bin", "domains.npy", "manifest.json", "idx"), finals, strict=True):
+            if (folder / name).exists():
+                os.replace(folder / name, final)
+    except OSError as error:
+        raise CorpusError(f"{folder} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return manifest
+
+
+def _open(prefix: str | Path) -> _Part:
+    corpus = IndexedCorpus.open(prefix)
+    held = len(corpus.tokens)
+    expected = int(corpus.lengths.sum(dtype=np.int64))
+    if held != expected:
+        raise CorpusError(
+            f"{bin_path(prefix)} holds {held} tokens, its index {expected}: do not merge it; "
+            "tools/inspect_corpus.py tells more"
+        )
+    return _Part(Path(prefix), corpus, read_manifest(prefix))
+
+
+def _check_fit(parts: Sequence[_Part]) -> None:
+    """Refuse to mix dtypes, keys, levels, eod settings or tokenizers."""
+    first = parts[0]
+    for part in parts[1:]:
+        pairs = [("dtype", first.corpus.dtype, part.corpus.dtype)]
+        a, b = first.manifest, part.manifest
+        if (a is None) != (b is None):
+            without = first if a is None else part
+            raise CorpusError(
+                f"{manifest_path(without.prefix)} is missing while other parts have a manifest, so "
+                "it cannot be checked that the tokenizers agree; make that part again, or move all "
+                "manifests away"
+            )
+        if a is not None and b is not None:
+            pairs += [
+                (name, getattr(a, name), getattr(b, name))
+                for name in ("key", "level", "vocab_size", "eod_id")
+            ]
+            pairs.append(
+                (
+                    "tokenizer fingerprint",
+                    a.tokenizer["fingerprint"],
+                    b.tokenizer["fingerprint"],
+                )
+            )
+        for what, left, right in pairs:
+            if left != right:
+                raise CorpusError(
+                    f"{first.prefix} has {what} {left}, {part.prefix} has {right}: corpora can be "
+                    "merged only where it agrees"
+                )
+
+
+def _domain_names(parts: Sequence[_Part]) -> list[str]:
+    names: dict[str, None] = {}
+    for part in parts:
+        if part.manifest is not None:
+            names.update(dict.fromkeys(domain.name for domain in part.manifest.domains))
+    return list(names)
+
+
+def _write_streams(
+    parts: Sequence[_Part], folder: Path, names: Sequence[str], *, progress: bool
+) -> None:
+    total = sum(bin_path(part.prefix).stat().st_size for part in parts)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="merge", disable=not progress)
+    sequences = 0
+    codes = {name: code for code, name in enumerate(names)}
+    with (
+        open(folder / "bin", "wb") as tokens,
+        open(folder / "lengths", "wb") as lengths,
+        open(folder / "ends", "wb") as ends,
+        open(folder / "domains", "wb") as domains,
+        bar,
+    ):
+        for part in parts:
+            corpus = part.corpus
+            with open(bin_path(part.prefix), "rb") as stream:
+                while block := stream.read(1 << 24):
+                    tokens.write(block)
+                    bar.update(len(block))
+            _copy(corpus.lengths, lengths)
+            _copy(corpus.document_indices[1:], ends, plus=sequences)
+            sequences += len(corpus.lengths)
+            found = read_domains(part.prefix)
+            if found is not None:
+                own, ids = found
+                _copy(ids, domains, table=np.array([codes[name] for name in own], dtype=np.int32))
+
+
+def _copy(
+    array: np.ndarray, out: BinaryIO, *, plus: int = 0, table: np.ndarray | None = None
+) -> None:
+    for at in range(0, len(array), _BLOCK):
+        block = np.asarray(array[at : at + _BLOCK])
+        block = table[block] if table is not None else block + block.dtype.type(plus)
+        out.write(np.ascontiguousarray(block).data)
+
+
+def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifest | None:
+    found = [part.manifest for part in parts if part.manifest is not None]
+    if not found:
+        return None
+    counts = {name: DomainCount(name, 0, 0) for name in names}
+    rejected: dict[str, int] = {}
+    sources: dict[tuple[str, int], dict] = {}
+    for manifest in found:
+        for domain in manifest.domains:
+            counts[domain.name].documents += domain.documents
+            counts[domain.name].tokens += domain.tokens
+        for kind, number in manifest.rejected.items():
+            rejected[kind] = rejected.get(kind, 0) + number
+        for source in manifest.sources:
+            held = sources.setdefault((source["path"], source["bytes"]), {**source, "rows": 0})
+            held["rows"] += source["rows"]
+
+    def total(name: str) -> int:
+        return sum(getattr(manifest, name) for manifest in found)
+
+    return replace(
+        found[0],
+        documents=total("documents"),
+        sequences=total("sequences"),
+        tokens=total("tokens"),
+        rows_read=total("rows_read"),
+        empty_documents=total("empty_documents"),
+        blank_lines=total("blank_lines"),
+        text_bytes=total("text_bytes"),
+        rejected=dict(sorted(rejected.items())),
+        domains=list(counts.values()),
+        sources=list(sources.values()),
+        shard=None,
+    )

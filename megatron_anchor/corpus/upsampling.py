@@ -1,0 +1,258 @@
+"""Per-source length upsampling (Fu et al. 2024, arXiv 2402.10171, section 3: UpSampledMix).
+
+The share of tokens of every domain stays what it was (or what a mixture says); within a domain,
+documents under `long_tokens` get the weight `short_weight` and others 1. The authors' code draws
+every short document with that probability until the domain's budget is spent; here the expected
+number of draws of a document is proportional to its weight and the draws are systematic along the
+lengths, so a domain's tokens miss its budget by less than twice its longest document, always.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.indexed import IndexedCorpus, idx_path
+from megatron_anchor.corpus.manifest import read_domains
+
+FORMAT = "megatron_anchor document list 1"
+
+
+@dataclass(frozen=True)
+class Share:
+    """One domain before or after: `documents` counts draws, `distinct` different documents."""
+
+    name: str
+    documents: int
+    distinct: int
+    tokens: int
+    share: float
+    long_share: float
+    """Share of the domain's tokens in documents of at least `long_tokens`."""
+    median: int
+    longest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentList:
+    """What the JSON beside a list of document ids says."""
+
+    corpus: str
+    index_sha256: str
+    documents: int
+    """Length of the list."""
+    tokens: int
+    long_tokens: int
+    short_weight: float
+    seed: int
+    mixture: dict[str, float]
+    before: list[Share]
+    after: list[Share]
+    format: str = FORMAT
+
+
+def upsample(
+    lengths: np.ndarray,
+    domains: np.ndarray,
+    shares: Sequence[float],
+    *,
+    tokens: int,
+    long_tokens: int = 4096,
+    short_weight: float = 0.1,
+    seed: int = 0,
+) -> np.ndarray:
+    """Draw document ids with repetitions, int64, in random order.
+
+    `lengths` int64 [documents], `domains` integers [documents] into `shares`, which sum to 1.
+    """
+    random = np.random.default_rng(seed)
+    drawn = []
+    for domain, share in enumerate(shares):
+        members = np.flatnonzero(domains == domain)
+        held = int(lengths[members].sum())
+        if share == 0 or not held:
+            continue
+        # equal lengths in random order, so that systematic draws prefer none of them
+        members = members[np.lexsort((random.random(len(members)), lengths[members]))]
+        weights = np.where(lengths[members] >= long_tokens, 1.0, short_weight)
+        expected = weights * (share * tokens / np.dot(weights, lengths[members]))
+        ends = np.floor(np.cumsum(expected) + random.random())
+        counts = np.diff(ends, prepend=0.0).astype(np.int64)
+        drawn.append(np.repeat(members, counts))
+    ids = np.concatenate(drawn) if drawn else np.empty(0, dtype=np.int64)
+    random.shuffle(ids)
+    return ids.astype(np.int64)
+
+
+def parse_mixture(text: str) -> dict[str, float]:
+    """`CommonCrawl=0.58,C4=0.20` -> shares as given; `CorpusError` for anything else."""
+    mixture: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = part.rpartition("=")
+        try:
+            share = float(value)
+        except ValueError:
+            share = -1.0
+        if not name.strip() or not equals or not 0 <= share < float("inf"):
+            raise CorpusError(f"--mixture: {part!r} is not of the form NAME=SHARE with SHARE >= 0")
+        mixture[name.strip()] = share
+    if not sum(mixture.values()):
+        raise CorpusError("--mixture: all shares are 0")
+    return mixture
+
+
+def target_shares(
+    names: Sequence[str], tokens: Sequence[int], mixture: Mapping[str, float] | None
+) -> list[float]:
+    """The share of every domain, summing to 1: what it is, or what `mixture` says."""
+    if mixture is None:
+        return [count / max(sum(tokens), 1) for count in tokens]
+    unknown = [name for name in mixture if name not in names]
+    missing = [name for name in names if name not in mixture]
+    if unknown:
+        raise CorpusError(
+            f"--mixture names {unknown[0]!r}; the corpus has the domains {', '.join(names)}"
+        )
+    if missing:
+        raise CorpusError(f"--mixture says nothing of {missing[0]!r}; {missing[0]}=0 leaves it out")
+    for name, count in zip(names, tokens, strict=True):
+        if mixture[name] and not count:
+            raise CorpusError(f"--mixture asks for {name!r}, of which the corpus has no token")
+    total = sum(mixture.values())
+    return [mixture[name] / total for name in names]
+
+
+def make_document_list(
+    prefix: str | Path,
+    output: str | Path,
+    *,
+    tokens: int | None = None,
+    long_tokens: int = 4096,
+    short_weight: float = 0.1,
+    mixture: Mapping[str, float] | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> DocumentList:
+    """Write `output` (.npy of int64 ids) and the `.json` beside it for the corpus at `prefix`.
+
+    `tokens` is the size of the drawn corpus, by default that of the whole corpus.
+    """
+    path = Path(output)
+    if path.suffix != ".npy":
+        raise CorpusError(f"--output {path}: the list is a .npy file; name it {path}.npy")
+    for existing in (path, path.with_suffix(".json")):
+        if existing.exists() and not overwrite:
+            raise CorpusError(f"{existing} exists; choose another --output or --overwrite")
+    if not 0 < short_weight <= 1:
+        raise CorpusError(f"--short-weight {short_weight}: expected above 0 and at most 1")
+    corpus = IndexedCorpus.open(prefix)
+    lengths = corpus.document_lengths()
+    names, domains = _domains(prefix, len(lengths))
+    held = np.bincount(domains, weights=lengths, minlength=len(names)).astype(np.int64)
+    wanted = int(lengths.sum()) if tokens is None else tokens
+    if wanted < 1:
+        raise CorpusError(f"--tokens {wanted}: expected at least 1, from a corpus with tokens")
+    ids = upsample(
+        lengths,
+        domains,
+        target_shares(names, held.tolist(), mixture),
+        tokens=wanted,
+        long_tokens=long_tokens,
+        short_weight=short_weight,
+        seed=seed,
+    )
+    everything = np.arange(len(lengths))
+    described = DocumentList(
+        corpus=str(prefix),
+        index_sha256=_sha256(idx_path(prefix)),
+        documents=len(ids),
+        tokens=int(lengths[ids].sum()),
+        long_tokens=long_tokens,
+        short_weight=short_weight,
+        seed=seed,
+        mixture=dict(mixture or {}),
+        before=_shares(everything, lengths, domains, names, long_tokens),
+        after=_shares(ids, lengths, domains, names, long_tokens),
+    )
+    _write(path, ids, described)
+    return described
+
+
+def read_document_list(path: str | Path, prefix: str | Path) -> np.ndarray:
+    """The ids of a list, int64 (mapped); `CorpusError` where it was not made for `prefix`."""
+    path = Path(path)
+    try:
+        described = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"--document-list {path} cannot be read: {error}") from error
+    if described.get("format") != FORMAT or ids.dtype != np.int64 or ids.ndim != 1:
+        raise CorpusError(f"--document-list {path} is no list of document ids ({FORMAT})")
+    if described["index_sha256"] != _sha256(idx_path(prefix)):
+        raise CorpusError(
+            f"--document-list {path} was made for {described['corpus']}, whose index differs from "
+            f"that of {prefix}; make the list anew with tools/upsample_long_documents.py"
+        )
+    documents = len(IndexedCorpus.open(prefix))
+    if len(ids) != described["documents"] or (
+        len(ids) and not (ids.min() >= 0 and ids.max() < documents)
+    ):
+        raise CorpusError(f"--document-list {path} is damaged; make it anew")
+    return ids
+
+
+def _domains(prefix: str | Path, documents: int) -> tuple[list[str], np.ndarray]:
+    found = read_domains(prefix)
+    if found is None:
+        return ["all"], np.zeros(documents, dtype=np.int32)
+    return found[0], np.asarray(found[1])
+
+
+def _shares(
+    ids: np.ndarray, lengths: np.ndarray, domains: np.ndarray, names: Sequence[str], long: int
+) -> list[Share]:
+    total = max(int(lengths[ids].sum()), 1)
+    rows = []
+    for code, name in enumerate(names):
+        chosen = ids[domains[ids] == code]
+        sizes = lengths[chosen]
+        tokens = int(sizes.sum())
+        rows.append(
+            Share(
+                name=name,
+                documents=len(chosen),
+                distinct=len(np.unique(chosen)),
+                tokens=tokens,
+                share=tokens / total,
+                long_share=int(sizes[sizes >= long].sum()) / max(tokens, 1),
+                median=int(np.median(sizes)) if len(sizes) else 0,
+                longest=int(sizes.max(initial=0)),
+            )
+        )
+    return rows
+
+
+def _write(path: Path, ids: np.ndarray, described: DocumentList) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".new")
+    beside = path.with_suffix(".json")
+    try:
+        with open(temporary, "wb") as stream:
+            np.save(stream, ids, allow_pickle=False)
+        beside.with_name(beside.name + ".new").write_text(json.dumps(asdict(described), indent=1))
+        os.replace(beside.with_name(beside.name + ".new"), beside)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
