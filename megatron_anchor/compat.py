@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from importlib.metadata import version
 
 from packaging.version import Version
@@ -31,11 +32,51 @@ def have_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+def have_fused_weight_gradient() -> bool:
+    """Say whether Apex's or Transformer Engine's fused weight-gradient kernels can be used."""
+    return (
+        have_transformer_engine()
+        or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    )
+
+
 def add_argument_group(parser: ArgumentParser, config: type, *, title: str) -> None:
     """Turn a dataclass' fields and their docstrings into flags, by Megatron's own factory."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     ArgumentGroupFactory(config).build_group(parser, title=title)
+
+
+def parse_and_validate_args(
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
+    *,
+    check: Callable[[Namespace], None],
+) -> Namespace:
+    """Parse as Megatron does, with our own check before its validation and after it.
+
+    Megatron's assertions name neither the value nor the remedy, so ours come first; and again
+    afterwards, since validation fills in defaults and --use-checkpoint-args replaces values.
+
+    Args:
+        extra_args_provider: adds flags to the parser.
+        check: raises ValueError for arguments that cannot run.
+
+    Returns:
+        Megatron's validated namespace, which is then also its global one.
+    """
+    from megatron.training import arguments as host
+
+    args = host.parse_args(extra_args_provider)
+    if not args.use_checkpoint_args:
+        check(args)
+    parse_args = host.parse_args
+    host.parse_args = lambda *_, **__: args  # parsing takes Megatron about a second
+    try:
+        args = host.parse_and_validate_args(extra_args_provider)
+    finally:
+        host.parse_args = parse_args
+    check(args)
+    return args
 
 
 def mend_help_texts(parser: ArgumentParser) -> None:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 
 PROGRAM_START = time.time()
@@ -16,8 +18,7 @@ from megatron_anchor import compat  # noqa: E402
 def main() -> None:
     """Parse, refuse what cannot run, and hand over to Megatron's own training loop.
 
-    Raises:
-        ValueError: for arguments that are not supported, before anything is built.
+    Exits with status 2 and the reasons on rank 0 when the arguments cannot run.
     """
     compat.require_supported_megatron()
     compat.use_shipped_dataset_helpers()
@@ -26,7 +27,6 @@ def main() -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_anchor.training.arguments import add_anchor_arguments
     from megatron_anchor.training.forward_step import forward_step
@@ -34,14 +34,13 @@ def main() -> None:
     from megatron_anchor.training.validation import require_supported
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
-    early = parse_args(add_anchor_arguments)
-    if not early.use_checkpoint_args:
-        # Before Megatron's validation, whose assertions name neither the value nor the remedy.
-        require_supported(early)
-    args = parse_and_validate_args(
-        add_anchor_arguments, args_defaults={"tokenizer_type": "HuggingFaceTokenizer"}
-    )
-    require_supported(args)
+    try:
+        args = compat.parse_and_validate_args(add_anchor_arguments, check=require_supported)
+    except ValueError as error:
+        # The user's arguments, not our code: the reasons without a traceback from every rank.
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
     container = pretrain_cfg_container_from_args(args, model_config(args))
     pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 

@@ -35,7 +35,8 @@ def hugging_face_llama(seed: int = 0, *, kv_heads: int = KV_HEADS):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Random norms too, and logits that spread: else mistakes would hide.
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.25)
+            spread = 0.1 if "norm" in name or "lm_head" in name else 0.25
+            parameter.normal_(1.0 if "norm" in name else 0.0, spread)
     return model
 
 

@@ -45,20 +45,28 @@ example, Llama-2-7B extended to 64K on 8 GPUs (your launch script's other argume
 
 
 def add_anchor_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add our flags to Megatron's parser and adapt the defaults that we read differently.
-
-    Without ``--cp-comm-type`` context parallelism is Ulysses (``a2a``) and not ``p2p``: only the
-    former serves every kernel without padding documents. Where Transformer Engine is not installed
-    ``--transformer-impl`` defaults to ``local``.
-    """
+    """Add our flags to Megatron's parser, and adapt the defaults that would not fit."""
     compat.add_argument_group(parser, AnchorArguments, title="megatron_anchor")
     compat.mend_help_texts(parser)
     parser.epilog = EXAMPLE
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.set_defaults(cp_comm_type=["a2a"])
-    if not compat.have_transformer_engine():
-        parser.set_defaults(transformer_impl="local")
+    parser.set_defaults(**adapted_defaults())
     return parser
+
+
+def adapted_defaults() -> dict[str, Any]:
+    """Give the defaults that differ from Megatron's; an explicit flag still wins."""
+    defaults: dict[str, Any] = {
+        # Ulysses serves every kernel without padding documents; Megatron's p2p serves one.
+        "cp_comm_type": ["a2a"],
+        # The rotation happens in our core attention; Megatron's fused one is never called.
+        "apply_rope_fusion": False,
+    }
+    if not compat.have_transformer_engine():
+        defaults["transformer_impl"] = "local"
+    if not compat.have_fused_weight_gradient():
+        defaults["gradient_accumulation_fusion"] = False
+    return defaults
 
 
 def anchor_arguments(args: Namespace) -> AnchorArguments:

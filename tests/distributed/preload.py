@@ -14,6 +14,9 @@ from megatron_anchor import on_cpu  # noqa: E402
 
 on_cpu.enable()
 
+import megatron.core.tokenizers.text  # noqa: E402
 import megatron.training.training  # noqa: E402, F401
+import torch.utils.tensorboard  # noqa: E402
 
+import megatron_anchor.training.forward_step  # noqa: E402
 import megatron_anchor.training.providers  # noqa: E402, F401

@@ -37,9 +37,7 @@ def run_ranks(
     port = _free_port()
     results = _CONTEXT.Queue()
     processes = [
-        _CONTEXT.Process(
-            target=_rank_main, args=(rank, world_size, port, results, function, args), daemon=True
-        )
+        _CONTEXT.Process(target=_rank_main, args=(rank, world_size, port, results, function, args))
         for rank in range(world_size)
     ]
     for process in processes:

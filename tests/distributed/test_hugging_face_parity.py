@@ -77,6 +77,10 @@ def build_model(tp, pp, cp, sp, vpp):
         context_parallel_size=cp,
         cp_comm_type="a2a" if cp > 1 else None,
         sequence_parallel=sp,
+        # Two stages of an interleaved pipeline are each other's next and previous: batched
+        # sends would mix up activations and gradients (Megatron's own arguments insist on it).
+        overlap_p2p_comm=vpp is not None,
+        batch_p2p_comm=vpp is None,
     )
     rotary = RotarySettings(head_dim=tiny_llama.HEAD_DIM, base=tiny_llama.ROPE_BASE)
     chunks = []
@@ -114,7 +118,7 @@ def compare_with_hugging_face(layout, weights, gradients, logits):
 
     tp, pp, cp = (layout.get(x, 1) for x in ("tp", "pp", "cp"))
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend="gloo")
     mpu.initialize_model_parallel(tp, pp, layout.get("vpp"), context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1)
     chunks = build_model(tp, pp, cp, layout.get("sp", False), layout.get("vpp"))
@@ -260,16 +264,15 @@ def test_logits_and_gradients_equal_hugging_face_in_the_shared_form(ranks, truth
     names = [name for name, layout in LAYOUTS.items() if world_size(layout) == ranks]
     assert names
     results = run_ranks(layouts_on_ranks, ranks, names, *truth)
-    largest_logit = max(x.abs().max() for x in truth[2])
     for name in names:
         logits_seen = sum(result[name][1] for result in results)
         assert logits_seen >= GLOBAL_BATCH, f"{name}: compared only {logits_seen} pieces of logits"
         worst_logit = max(result[name][0] for result in results)
-        assert worst_logit <= 1e-5 * largest_logit, f"{name}: logits differ by {worst_logit}"
+        assert worst_logit <= 1e-5, f"{name}: logits differ by {worst_logit}"
         parameters = {key: worst for result in results for key, worst in result[name][2].items()}
         assert len(parameters) == 3 + 6 * tiny_llama.LAYERS
         for result in results:
             for key, worst in result[name][2].items():
                 assert worst <= 1e-5, f"{name}: gradient of {key} differs by {worst} of its largest"
-        print(f"{name}: logits {worst_logit:.1e} of {largest_logit:.1f}", end="; ")
+        print(f"{name}: logits {worst_logit:.1e}", end="; ")
         print(f"gradients {max(max(r[name][2].values()) for r in results):.1e}")

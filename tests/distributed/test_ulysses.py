@@ -39,7 +39,7 @@ def attention_layer(group, query_heads):
 
 def attend_on_ranks(cp_size, query_heads, kv_heads, dtype):
     """Return this rank's pieces of the output and gradients under CP, and the whole without."""
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend="gloo")
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     generator = torch.Generator().manual_seed(7)
     q, k, v, upstream = (

@@ -1,0 +1,73 @@
+"""A tiny pretraining run through the project's real entry point, on forked ranks.
+
+The curve is read back from TensorBoard, where Megatron writes loss and gradient norm in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.distributed.ranks import run_ranks
+
+VOCAB, EOD, S = 128, 0, 64
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 "
+    "--group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --init-method-std 0.1 "
+    f"--seq-length {S} --max-position-embeddings {S} "
+    # The padded vocabulary must not depend on the tensor-parallel size, or the loss would.
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --make-vocab-size-divisible-by 16 "
+)
+TRAINING = (
+    "--micro-batch-size 1 --global-batch-size 4 --lr 2e-3 --lr-decay-style constant "
+    "--weight-decay 0.1 --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0 --seed 5 "
+    "--log-interval 1 --tensorboard-log-interval 1 --eval-interval 1000 --eval-iters 0 "
+    "--distributed-backend gloo --distributed-timeout-minutes 3 --num-workers 0 "
+    "--ckpt-format torch_dist --split 100,0,0 --no-one-logger "
+)
+
+
+def write_corpus(prefix: Path, lengths: list[int], *, seed: int = 0) -> Path:
+    """Write an ordinary .bin/.idx corpus of random documents that end with EOD."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    generator = torch.Generator().manual_seed(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in lengths:
+        tokens = torch.randint(2, VOCAB - 1, (length,), generator=generator)
+        # Tokens that follow from the one before, so that there is something to learn.
+        tokens[1::2] = (tokens[0 : len(tokens) - 1 : 2] * 3) % (VOCAB - 3) + 2
+        builder.add_document(torch.cat((tokens, torch.tensor([EOD]))), [length + 1])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def pretrain(
+    ranks: int, arguments: str, *, tensorboard: Path, timeout: float = 300.0
+) -> dict[str, dict[int, float]]:
+    """Train on ``ranks`` processes; give {scalar: {iteration: value}}."""
+    run_ranks(run_program, ranks, f"{arguments} --tensorboard-dir {tensorboard}", timeout=timeout)
+    return read_scalars(tensorboard)
+
+
+def run_program(arguments: str) -> None:
+    """Call the program's main() with a command line, as torchrun would."""
+    from megatron_anchor import pretrain_gpt
+
+    sys.argv = ["pretrain_gpt", *(MODEL + TRAINING + arguments).split()]
+    pretrain_gpt.main()
+
+
+def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Read every scalar of a TensorBoard folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}

@@ -1,0 +1,118 @@
+"""Losses and gradient norms of every layout against one process, through Megatron's own loop.
+
+Each layout resumes one process' checkpoint, so this is also: resuming at another layout continues
+the same curve.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.distributed.pretraining import S, pretrain, write_corpus
+
+FIRST, LAST = 20, 40
+"""Iterations: where every layout takes over, and where it ends."""
+
+RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+
+LAYOUTS = {
+    "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2 interleaved": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "CP2": (2, "--context-parallel-size 2"),
+    "DP2, micro-batch 2": (2, "--micro-batch-size 2"),
+    "full recompute": (
+        1,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "CP2, selective recompute": (2, "--context-parallel-size 2 --recompute-granularity selective"),
+    "TP2 SP CP2": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
+    ),
+    "PP2 CP2, micro-batch 2": (
+        4,
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2 --micro-batch-size 2",
+    ),
+    "DP2 CP2": (4, "--context-parallel-size 2"),
+    "TP2 SP PP2 CP2": (
+        8,
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--context-parallel-size 2",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Documents of odd lengths: one token, longer than samples, exactly a sample."""
+    folder = tmp_path_factory.mktemp("corpus")
+    lengths = [1, 5, 40, S - 2, 3, 300, 17, 9, 150, 2, 2, 66] * 30
+    prefix = write_corpus(folder / "odd", lengths)
+    return f"--data-path {prefix} --data-cache-path {folder / 'cache'} "
+
+
+@pytest.fixture(scope="module")
+def one_process(data, tmp_path_factory):
+    """One process, uninterrupted; its checkpoint after FIRST iterations is everyone's start."""
+
+    @cache
+    def run(normalisation):
+        folder = tmp_path_factory.mktemp("reference")
+        common = f"{data} {RESHARDABLE} --train-iters {LAST} {normalisation} "
+        curve = pretrain(
+            1,
+            f"{common} --save {folder} --save-interval {FIRST}",
+            tensorboard=folder / "tensorboard",
+            timeout=600,
+        )
+        return f"{common} --load {folder} --ckpt-step {FIRST} ", curve
+
+    return run
+
+
+CASES = [
+    *((name, "--calculate-per-token-loss") for name in LAYOUTS),
+    # Each micro-batch is one sample here: with two samples in one their weights would differ.
+    *((name, "") for name in ("TP2 SP", "CP2", "DP2 CP2", "TP2 SP PP2 CP2")),
+]
+
+
+@pytest.mark.parametrize(("layout", "normalisation"), CASES)
+def test_every_layout_continues_the_curve_of_one_process(
+    layout, normalisation, one_process, tmp_path
+):
+    ranks, flags = LAYOUTS[layout]
+    common, expected = one_process(normalisation)
+    curve = pretrain(ranks, f"{common} {flags}", tensorboard=tmp_path)
+    assert sorted(curve["lm loss"]) == list(range(FIRST + 1, LAST + 1)), "20 iterations compared"
+    for scalar in ("lm loss", "grad-norm"):
+        worst = max(
+            abs(value / expected[scalar][iteration] - 1)
+            for iteration, value in curve[scalar].items()
+        )
+        print(f"{layout}: {scalar} within {worst:.1e}")
+        assert worst <= 1e-5, f"{layout}: {scalar} differs by {worst} of itself"
+
+
+@pytest.fixture
+def curve(one_process):
+    return one_process("--calculate-per-token-loss")[1]
+
+
+def test_the_curve_depends_on_what_it_should(curve):
+    """Anti-vacuity: the loss falls, and gradient norms are neither zero nor constant."""
+    losses, norms = list(curve["lm loss"].values()), list(curve["grad-norm"].values())
+    assert losses[-1] < losses[0] - 0.1
+    assert min(norms) > 1e-3
+    assert max(norms) / min(norms) > 1.05
+
+
+def test_packing_figures_are_in_tensorboard(curve):
+    assert 1 < curve["documents per sample"][1] < S
+    assert 0 <= curve["padding share"][1] < 1
+    assert 0 < curve["attention work"][1] < 1
