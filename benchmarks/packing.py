@@ -7,7 +7,9 @@ Three measurements, each the median of several alternating runs on the same data
   read    the same with few, long documents
 
 Nothing but the peer's own code is run for the peer. Both datasets read one corpus from the page
-cache through memory-mapped files; their indices are built beforehand.
+cache through memory-mapped files; their indices are built beforehand. Both run on one thread, as
+in a data loader's worker, and the times are the process' CPU time: on an idle machine that is the
+wall time, and a busy one does not blur the ratios.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 os.environ.setdefault("RANK", "0")
 warnings.filterwarnings("ignore")
@@ -43,15 +46,15 @@ ANCHOR, VOCAB_SIZE = 1, 32000
 
 
 def measure(ours: Callable[[], Any], theirs: Callable[[], Any], *, repeats: int) -> dict[str, Any]:
-    """Median seconds of both, called in turns after one warm-up each, and the median ratio."""
+    """Median CPU seconds of both, called in turns after a warm-up each, and the median ratio."""
     ours(), theirs()
     times: list[tuple[float, float]] = []
     for _ in range(repeats):
         pair = []
         for function in (ours, theirs):
-            begin = time.perf_counter()
+            begin = time.process_time()
             function()
-            pair.append(time.perf_counter() - begin)
+            pair.append(time.process_time() - begin)
         times.append((pair[0], pair[1]))
     return {
         "ours_s": statistics.median(ours for ours, _ in times),
@@ -135,11 +138,11 @@ def build(kind: type, config: GPTDatasetConfig) -> Any:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The measurements as aligned text."""
-    lines = [f"{'measurement':<52}{'ours':>11}{'Megatron':>11}{'ratio':>8}   range of ratios"]
+    lines = [f"{'measurement':<52}{'ours':>12}{'Megatron':>12}{'ratio':>8}   range of ratios"]
     for row in rows:
         ours, theirs = (f"{row[key] * 1e3:.3g} ms" for key in ("ours_s", "theirs_s"))
         lines.append(
-            f"{row['what']:<52}{ours:>11}{theirs:>11}{row['ratio']:>7.2f}x"
+            f"{row['what']:<52}{ours:>12}{theirs:>12}{row['ratio']:>7.2f}x"
             f"   {row['ratio_min']:.2f} - {row['ratio_max']:.2f}"
         )
     return "\n".join(lines)
@@ -160,6 +163,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the measurements here, too")
     args = parser.parse_args()
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
 
     rows = []
     for sequence_length in sorted({4096, args.seq_length}):

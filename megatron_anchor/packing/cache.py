@@ -29,7 +29,8 @@ class StoredArrays:
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._open:
-            self._open[name] = np.load(self._paths[name], mmap_mode="r", allow_pickle=False)
+            mapped = np.load(self._paths[name], mmap_mode="r", allow_pickle=False)
+            self._open[name] = np.asarray(mapped)  # plain arrays index faster than np.memmap
         return self._open[name]
 
     def __getstate__(self) -> dict[str, Any]:

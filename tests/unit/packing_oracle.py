@@ -91,6 +91,11 @@ def plain(sample: dict[str, Any]) -> dict[str, Any]:
     return {name: sample[name].tolist() for name in (*TENSOR_FIELDS, *SCALAR_FIELDS)}
 
 
+def targets(sample: dict[str, Any]) -> list[int]:
+    """The labels that count."""
+    return sample["labels"][sample["loss_mask"] == 1].tolist()
+
+
 def write_corpus(
     prefix: Path | str, documents: list[list[list[int]]], dtype: type = np.int32
 ) -> str:

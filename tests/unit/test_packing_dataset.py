@@ -1,15 +1,13 @@
 """The laws on datasets that Megatron's own builder made from files."""
 
-import itertools
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import event, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
@@ -26,20 +24,11 @@ from tests.unit.packing_oracle import (
     make_config,
     pack,
     plain,
+    targets,
     write_corpus,
 )
 
 SAMPLES = (4, [[[11, 12, 13, 2]], [[21, 22, 2]], [[31, 32, 33, 34, 35, 2]], [[41]]])
-
-
-def targets(sample: dict[str, Any]) -> list[int]:
-    """The labels that count."""
-    return sample["labels"][sample["loss_mask"] == 1].tolist()
-
-
-def content(document: list[int]) -> list[int]:
-    """A document's tokens but a leading anchor."""
-    return document[1:] if document[:1] == [ANCHOR] else document
 
 
 @settings(deadline=None, max_examples=60)
@@ -81,84 +70,6 @@ def test_every_sample_equals_the_slow_packer_in_megatrons_order(
             )
             for number in shuffled
         ]
-
-
-def test_the_loss_law_over_one_epoch() -> None:
-    """Every token is a target once, no label crosses a document; with odd cases of each kind."""
-    seen: Counter[str] = Counter()
-
-    @settings(deadline=None, max_examples=60)
-    @given(corpora(unique=True), st.integers(0, 9))
-    @example((4, [[[10, 11]], [[]], [[12, 13, 14, 15, 16, 17, 18, 19, 20]], [[1]], [[1, 21]]]), 0)
-    @example((3, [[[10]], [[11]], [[12]], [[13, 14]]]), 1)
-    def check(corpus: tuple[int, list], seed: int) -> None:
-        sequence_length, documents = corpus
-        with tempfile.TemporaryDirectory() as folder:
-            dataset = build_train(
-                write_corpus(f"{folder}/c", documents),
-                sequence_length=sequence_length,
-                random_seed=seed,
-            )
-            ours = list(dataset)
-        owner = {t: n for n, document in enumerate(flatten(documents)) for t in content(document)}
-        follower = {
-            token: after
-            for document in flatten(documents)
-            for token, after in zip(content(document), content(document)[1:], strict=False)
-        }
-        first = {content(document)[0] for document in flatten(documents) if content(document)}
-        assert Counter(t for sample in ours for t in targets(sample)) == Counter(owner.keys())
-        inputs: Counter[int] = Counter()
-        for sample in ours:
-            borders = sample["cu_seqlens"].unique().tolist()
-            for begin, end in itertools.pairwise(borders):
-                tokens = sample["tokens"][begin:end].tolist()
-                labels = sample["labels"][begin:end].tolist()
-                counted = sample["loss_mask"][begin:end].tolist()
-                if begin >= sequence_length - int(sample["num_padding"]):
-                    seen["padding"] += 1
-                    assert (set(tokens), set(labels), set(counted)) == ({PAD}, {0}, {0.0})
-                    continue
-                assert tokens[0] == ANCHOR
-                assert len({owner[token] for token in tokens[1:]}) <= 1
-                inputs.update(tokens[1:])
-                seen["lone anchor at the end"] += end == sequence_length and len(tokens) == 1
-                seen["continuation"] += not counted[0]
-                seen["document of its own anchor"] += [ANCHOR] in flatten(documents)
-                seen["longer than two samples"] += (
-                    max(map(len, flatten(documents))) > 2 * sequence_length
-                )
-                for place, (token, label, counts) in enumerate(
-                    zip(tokens, labels, counted, strict=True)
-                ):
-                    if place == 0:
-                        assert not counts or label in first
-                    else:
-                        assert bool(counts) == (token in follower)
-                        assert label == follower.get(token, 0)
-        assert inputs == Counter(owner.keys())
-
-    check()
-    kinds = {"padding", "lone anchor at the end", "continuation"}
-    assert kinds | {"document of its own anchor", "longer than two samples"} <= set(+seen)
-
-
-@settings(deadline=None, max_examples=40)
-@given(corpora(unique=True), st.integers(1, 4), st.integers(0, 5))
-def test_the_loss_law_over_several_epochs(corpus: tuple[int, list], epochs: int, seed: int) -> None:
-    sequence_length, documents = corpus
-    tokens = [token for document in flatten(documents) for token in content(document)]
-    with tempfile.TemporaryDirectory() as folder:
-        prefix = write_corpus(f"{folder}/c", documents)
-        settings = {"sequence_length": sequence_length, "random_seed": seed}
-        number = epochs * len(build_train(prefix, **settings))
-        dataset = build_train(prefix, number, **settings)
-        counts = Counter(t for sample in dataset for t in targets(sample))
-    event(f"{epochs} epochs")
-    assert len(dataset) >= number
-    assert set(counts) == set(tokens)
-    assert len(set(counts.values())) == 1  # whole epochs: all tokens equally often
-    assert counts[tokens[0]] <= epochs + 1
 
 
 def test_splits_are_ranges_of_documents_and_share_no_token(tmp_path: Path) -> None:

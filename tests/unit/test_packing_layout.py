@@ -1,6 +1,8 @@
 """The worked example of the design, and lay_out against the slow packer."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -210,3 +212,10 @@ def test_known_patterns_pass_and_a_strange_one_lists_them() -> None:
     )
     with pytest.raises(ValueError, match="'xyz': set --attention-pattern to one of anchor, intra"):
         check_attention_pattern("xyz")
+
+
+def test_index_layout_and_statistics_need_neither_torch_nor_megatron() -> None:
+    names = "index layout epochs documents corpus_files cache statistics patterns vocabulary"
+    imports = "; ".join(f"import megatron_anchor.packing.{name}" for name in names.split())
+    check = "import sys; assert not {'torch', 'megatron'} & set(sys.modules), 'imported'"
+    subprocess.run([sys.executable, "-c", f"{imports}; {check}"], check=True)
