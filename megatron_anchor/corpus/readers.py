@@ -117,7 +117,9 @@ def _read_jsonl(
     if span.end is not None and offset >= span.end:
         return  # no line begins in this span (or all of it was read before)
     ratio = _disk_ratio(source)
-    stream = pieces(source.path, compression=source.compression, start=offset)
+    stream = pieces(
+        source.path, compression=source.compression, start=offset, size=options.chunk_bytes
+    )
     row = place.row
     try:
         for block in line_blocks(

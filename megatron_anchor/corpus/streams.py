@@ -17,13 +17,15 @@ class CutShortError(Exception):
     """A compressed stream ends early or is damaged; what came before it is good."""
 
 
-def pieces(path: str, *, compression: str | None, start: int = 0) -> Iterator[bytes]:
-    """The (decompressed) bytes of a file from byte `start` on, piece by piece.
+def pieces(
+    path: str, *, compression: str | None, start: int = 0, size: int = 1 << 20
+) -> Iterator[bytes]:
+    """The (decompressed) bytes of a file from byte `start` on, in pieces (of `size` if plain).
 
     Raises `CutShortError` after the last good byte of a damaged compressed file.
     """
     if compression is None:
-        yield from _plain(path, start)
+        yield from _plain(path, start, size)
         return
     left = start
     for piece in {"gz": _gunzip, "zst": _unzstd}[compression](path):
@@ -34,10 +36,10 @@ def pieces(path: str, *, compression: str | None, start: int = 0) -> Iterator[by
             left = 0
 
 
-def _plain(path: str, start: int) -> Iterator[bytes]:
+def _plain(path: str, start: int, size: int) -> Iterator[bytes]:
     with open(path, "rb") as stream:
         stream.seek(start)
-        while piece := stream.read(_PIECE * 4):
+        while piece := stream.read(size):
             yield piece
 
 
@@ -48,7 +50,9 @@ def _gunzip(path: str) -> Iterator[bytes]:
             try:
                 piece = inflate.decompress(data, _MOST)
             except zlib.error as error:
-                raise CutShortError(f"gzip data is damaged ({error})") from error
+                raise CutShortError(
+                    f"gzip data is damaged ({error}), maybe before this too"
+                ) from error
             if piece:
                 yield piece
             data = inflate.unconsumed_tail
@@ -73,7 +77,9 @@ def _unzstd(path: str) -> Iterator[bytes]:
             try:
                 piece = frame.decompress(data)
             except zstandard.ZstdError as error:
-                raise CutShortError(f"zstd data is damaged ({error})") from error
+                raise CutShortError(
+                    f"zstd data is damaged ({error}), maybe before this too"
+                ) from error
             if piece:
                 yield piece
             fresh, data = frame.eof, frame.unused_data if frame.eof else b""
@@ -126,12 +132,13 @@ def line_blocks(
                 cut = held.index(b"\n", max(end - 1 - at, 0)) + 1
                 yield LineBlock(bytes(held[:cut]), at)
                 return
-            if len(held) >= size and whole:
-                yield LineBlock(bytes(held[:whole]), at)
-                at += whole
-                del held[:whole]
-                whole = 0
-            if len(held) - whole > longest:
+            too_long = len(held) - whole > longest
+            while whole >= size or (whole and too_long):
+                cut = held.rfind(b"\n", 0, size) + 1 or held.index(b"\n", size) + 1
+                yield LineBlock(bytes(held[:cut]), at)
+                at, whole = at + cut, whole - cut
+                del held[:cut]
+            if too_long:
                 skipped = len(held)
                 del held[1 << 16 :]
     except CutShortError as error:
