@@ -1,0 +1,217 @@
+"""The tools as users call them: output, exit codes, --json, pictures, memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_anchor.corpus import (
+    IndexedCorpus,
+    PreprocessConfig,
+    TokenizerConfig,
+    cli_inspect,
+    cli_merge,
+    cli_preprocess,
+    cli_upsample,
+    preprocess,
+)
+from megatron_anchor.corpus.cli import run
+from tests.corpus_fixtures import corpus_files, texts, tokenizer_json, write_jsonl
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+BYTES = TokenizerConfig(tokenizer_type="ByteLevelTokenizer")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A small finished corpus with two domains; its prefix."""
+    rows = [{"text": t, "d": f"d{i % 2}"} for i, t in enumerate(texts())]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = PreprocessConfig(
+        input=(str(source),),
+        output_prefix=str(tmp_path / "c"),
+        tokenizer=BYTES,
+        domain_key="d",
+        append_eod=True,
+        workers=1,
+        progress=False,
+    )
+    preprocess(config)
+    return tmp_path / "c_text_document"
+
+
+@pytest.mark.parametrize(
+    "tool", ["preprocess_data", "merge_corpora", "inspect_corpus", "upsample_long_documents"]
+)
+def test_every_tool_starts_from_anywhere_and_its_help_has_an_example(tmp_path, tool):
+    command = [sys.executable, str(TOOLS / f"{tool}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"python tools/{tool}.py" in done.stdout.split("example:")[1]
+
+
+def test_starting_a_tool_does_not_load_torch(tmp_path):
+    code = "import sys, megatron_anchor.corpus.cli_preprocess"
+    heavy = "('torch', 'transformers', 'datasets', 'megatron.core', 'ray', 'matplotlib')"
+    code += f"\nprint([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_preprocess_prints_a_summary_and_json(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", ["a b", "", 7])
+    flags = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--workers", "1"]
+    flags += ["--tokenizer-model", str(tokenizer_json()), "--append-eod", "--on-error", "skip"]
+    assert run(cli_preprocess.main, [*flags, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["documents"] == [1]
+    assert summary["rejected"] == {"not a string": 1}
+    assert run(cli_preprocess.main, [*flags, "--overwrite", "--no-progress"]) == 0
+    out = capsys.readouterr().out
+    assert "1 documents" in out
+    assert "1 rows rejected (1 not a string)" in out
+
+
+def test_errors_are_one_message_and_exit_code_1(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", [7])
+    flags = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--workers", "1"]
+    assert run(cli_preprocess.main, [*flags, "--tokenizer-type", "ByteLevelTokenizer"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith(f"error: {source}:1: not a string")
+    assert "Traceback" not in captured.err
+
+
+def test_flags_that_megatron_users_know_are_all_there():
+    known = "--input --json-keys --output-prefix --append-eod --workers --split-sentences "
+    known += "--keep-newlines --lang --tokenizer-type --tokenizer-model --vocab-file --merge-file "
+    known += "--vocab-size --tiktoken-pattern --tiktoken-num-special-tokens "
+    known += "--tokenizer-special-tokens --tokenizer-hf-no-include-special-tokens "
+    known += "--trust-remote-code --null-tokenizer-eod-id"
+    flags = cli_preprocess.parser()._option_string_actions
+    assert set(known.split()) <= set(flags)
+    assert all(action.help for flag, action in flags.items() if flag in ("--input", "--engine"))
+
+
+def test_inspect_reports_verifies_and_draws(corpus, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "x.png"
+    assert run(cli_inspect.main, [str(corpus), "--png", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert f"{len(texts())} documents" in out
+    assert "the files agree" in out
+    assert {"all", "d0", "d1"} <= {line.split(" ")[0] for line in out.splitlines()}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run(cli_inspect.main, [f"{corpus}.idx", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+
+
+def test_inspect_fails_where_files_do_not_agree(corpus, capsys):
+    os.truncate(f"{corpus}.bin", Path(f"{corpus}.bin").stat().st_size - 2)
+    assert run(cli_inspect.main, [str(corpus)]) == 1
+    out = capsys.readouterr().out
+    assert "PROBLEM" in out
+    assert "the manifest states" in out
+
+
+def test_inspect_shows_a_document_as_text(corpus, capsys):
+    tokenizer = ["--tokenizer-type", "ByteLevelTokenizer"]
+    assert run(cli_inspect.main, [str(corpus), "--document", "3", *tokenizer]) == 0
+    assert texts()[3][:200] in capsys.readouterr().out
+    assert run(cli_inspect.main, [str(corpus), "--document", "3"]) == 1
+    assert "give --tokenizer-model" in capsys.readouterr().err
+    assert run(cli_inspect.main, [str(corpus), "--document", "9999", *tokenizer]) == 1
+    assert "which holds 0 to" in capsys.readouterr().err
+    other = ["--tokenizer-model", str(tokenizer_json())]
+    run(cli_inspect.main, [str(corpus), "--document", "3", "--max-tokens", "2", *other])
+    assert "made with another tokenizer" in capsys.readouterr().err
+
+
+def test_upsample_prints_before_and_after_and_draws(corpus, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    flags = [str(corpus), "--output", str(tmp_path / "l.npy"), "--long-tokens", "2000"]
+    assert run(cli_upsample.main, [*flags, "--png", str(tmp_path / "l.png")]) == 0
+    out = capsys.readouterr().out
+    assert out.index("before:") < out.index("after:")
+    assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
+    assert run(cli_upsample.main, flags) == 1
+    assert "exists" in capsys.readouterr().err
+    flags += ["--overwrite", "--json", "--mixture", "d0=0.9,d1=0.1"]
+    assert run(cli_upsample.main, flags) == 0
+    after = json.loads(capsys.readouterr().out)["after"]
+    assert after[0]["share"] == pytest.approx(0.9, abs=0.05)
+
+
+def test_merge_takes_patterns(corpus, tmp_path, capsys):
+    flags = ["--input", str(tmp_path / "*_text_document"), "--output-prefix", str(tmp_path / "m")]
+    assert run(cli_merge.main, [*flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == len(texts())
+
+
+def test_memory_stays_flat_whatever_the_corpus(tmp_path):
+    """Four times the corpus needs the same memory, within a few megabytes."""
+
+    def peak(repeats: int) -> int:
+        source = tmp_path / "in.jsonl"
+        row = json.dumps({"text": "lorem ipsum " * 400}) + "\n"
+        with open(source, "w") as stream:
+            for _ in range(repeats):
+                stream.write(row * 100)
+        code = (
+            "import resource, sys\n"
+            "from megatron_anchor.corpus.cli_preprocess import main\n"
+            "main(sys.argv[1:])\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        )
+        flags = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--no-progress"]
+        flags += ["--tokenizer-type", "ByteLevelTokenizer", "--workers", "1", "--overwrite"]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split()[-1])
+
+    small, large = peak(40), peak(160)  # 19 MB and 77 MB of text
+    assert large < small + 12_000, f"peak {small} KB, then {large} KB"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_ray_gives_the_bytes_of_one_run(tmp_path):
+    from megatron_anchor.corpus import CorpusError
+    from megatron_anchor.corpus.distributed import preprocess_on_ray
+
+    source = write_jsonl(tmp_path / "in.jsonl", texts())
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(source.read_text() + "bad\n")
+    config = {"tokenizer": BYTES, "append_eod": True, "workers": 1, "progress": False}
+    one = PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "one"), **config)
+    preprocess(one)
+    many = PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "many"), **config)
+    summary = preprocess_on_ray(many, shards=3)
+    assert summary.documents == [len(texts())]
+    assert corpus_files(tmp_path / "many") == corpus_files(tmp_path / "one")
+    assert not (tmp_path / "many.shards").exists()
+    bad = PreprocessConfig(input=(str(broken),), output_prefix=str(tmp_path / "bad"), **config)
+    with pytest.raises(CorpusError, match=r"shard 1/2: .*broken.jsonl:\d+: malformed JSON"):
+        preprocess_on_ray(bad, shards=2)
+    from dataclasses import replace
+
+    done = preprocess_on_ray(replace(bad, resume=True, on_error="skip"), shards=2)
+    assert done.documents == [len(texts())]
+    listed = json.loads(Path(done.rejected_file).read_text())
+    assert listed["row"] == len(texts()) + 1
+    assert len(IndexedCorpus.open(tmp_path / "bad_text_document")) == len(texts())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
+def test_ray_is_asked_for_by_name_where_it_is_missing(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    flags = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--executor", "ray"]
+    assert run(cli_preprocess.main, [*flags, "--tokenizer-type", "ByteLevelTokenizer"]) == 1
+    assert "pip install ray" in capsys.readouterr().err
