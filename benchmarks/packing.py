@@ -37,7 +37,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E
 )
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
 from megatron.core.datasets.helpers import build_sample_idx  # noqa: E402
-from megatron.core.datasets.indexed_dataset import DType, _IndexWriter  # noqa: E402
+from megatron.core.datasets.indexed_dataset import _IndexWriter  # noqa: E402
 
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig  # noqa: E402
 from megatron_anchor.packing.index import cut_into_samples  # noqa: E402
@@ -95,7 +95,7 @@ def benchmark_read(
     lengths = heavy_tailed_lengths(32 * documents_per_sample, mean=mean)
     prefix = str(folder / f"corpus_{documents_per_sample}_{np.dtype(dtype).name}")
     write_corpus(prefix, lengths, dtype)
-    common = dict(
+    common: dict[str, Any] = dict(
         random_seed=1234,
         sequence_length=sequence_length,
         blend=([prefix], None),
@@ -123,10 +123,11 @@ def benchmark_read(
 
 def write_corpus(prefix: str, lengths: np.ndarray, dtype: type) -> None:
     """Random tokens in Megatron's file format, one sequence a document, each ending in token 2."""
-    tokens = np.random.default_rng(1).integers(3, VOCAB_SIZE, int(lengths.sum())).astype(dtype)
+    tokens: np.ndarray = (
+        np.random.default_rng(1).integers(3, VOCAB_SIZE, int(lengths.sum())).astype(dtype)
+    )
     tokens[np.cumsum(lengths) - 1] = 2
     tokens.tofile(f"{prefix}.bin")
-    assert DType.code_from_dtype(dtype)
     with _IndexWriter(f"{prefix}.idx", dtype) as writer:
         writer.write(lengths, None, np.arange(len(lengths) + 1))
 
