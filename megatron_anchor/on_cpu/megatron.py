@@ -4,6 +4,12 @@ from megatron_anchor.on_cpu.table import MEGATRON, Row, instead
 
 ROWS = (
     Row(
+        target="megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available",
+        replacement=instead(lambda self, mask, b, np, sq, sk: False),
+        reason="the fused softmax of 16-bit attention is a CUDA kernel: torch's serves",
+        host=MEGATRON,
+    ),
+    Row(
         target="megatron.core.datasets.utils:compile_helpers",
         replacement=instead(lambda: None),
         reason="the wheel ships the compiled dataset helpers and no Makefile to build them",

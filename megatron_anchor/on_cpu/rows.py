@@ -1,5 +1,21 @@
 """The whole table."""
 
-from megatron_anchor.on_cpu import cuda, data, distributed, megatron, optimizer, tensors
+from megatron_anchor.on_cpu import (
+    cuda,
+    data,
+    distributed,
+    megatron,
+    optimizer,
+    processes,
+    tensors,
+)
 
-ROWS = (*tensors.ROWS, *cuda.ROWS, *data.ROWS, *distributed.ROWS, *optimizer.ROWS, *megatron.ROWS)
+ROWS = (
+    *tensors.ROWS,
+    *cuda.ROWS,
+    *data.ROWS,
+    *processes.ROWS,
+    *distributed.ROWS,
+    *optimizer.ROWS,
+    *megatron.ROWS,
+)

@@ -37,8 +37,8 @@ class Row:
     """Given the original, returns what stands in its place."""
     reason: str
     """Why a machine without a GPU needs it."""
-    host: str = TORCH
-    """Package and versions that have the target, as a requirement."""
+    host: str | None = TORCH
+    """Package and versions that have the target, as a requirement; None: Python itself."""
 
     @property
     def module(self) -> str:
@@ -105,6 +105,8 @@ class Installer:
 
 def _host_fits(row: Row) -> bool:
     """Whether the installed host is one that the row was written for."""
+    if row.host is None:
+        return True
     requirement = Requirement(row.host)
     installed = version(requirement.name)
     fits = requirement.specifier.contains(installed, prereleases=True)

@@ -58,12 +58,44 @@ def device_keyword(original: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
-def device_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method whose first argument may be a device, as `Tensor.to`."""
+def moving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Tensor.to`: a copy for "cpu", as leaving a GPU makes one; nothing for a CUDA device.
+
+    Only the word "cpu" counts as leaving: `other.device` is what stands in for a CUDA device.
+    """
 
     @functools.wraps(original)
-    def on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], str | int | torch.device):
+    def on_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device = args[0] if args else kwargs.get("device")
+        if not isinstance(device, str | int | torch.device):
+            return original(self, *args, **kwargs)
+        if args:
+            args = (meant(device), *args[1:])
+        else:
+            kwargs["device"] = meant(device)
+        moved = original(self, *args, **kwargs)
+        return moved.clone() if device == "cpu" and moved is self else moved
+
+    return on_cpu
+
+
+def leaving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Tensor.cpu`: a copy, as leaving a GPU makes one."""
+
+    @functools.wraps(original)
+    def on_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        moved = original(self, *args, **kwargs)
+        return moved.clone() if moved is self else moved
+
+    return on_cpu
+
+
+def moving_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Module.to`: nothing for a CUDA device."""
+
+    @functools.wraps(original)
+    def on_cpu(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if args:
             args = (meant(args[0]), *args[1:])
         if "device" in kwargs:
             kwargs["device"] = meant(kwargs["device"])
@@ -117,8 +149,13 @@ ROWS = (
     ),
     Row(
         target="torch:Tensor.to",
-        replacement=device_first,
-        reason="moving to a CUDA device leaves the tensor on the CPU",
+        replacement=moving,
+        reason="moving to a CUDA device leaves the tensor on the CPU; to('cpu') makes a copy",
+    ),
+    Row(
+        target="torch:Tensor.cpu",
+        replacement=leaving,
+        reason="leaving a GPU makes a copy: checkpoints are written from it while training goes on",
     ),
     Row(
         target="torch:Tensor.cuda",
@@ -127,7 +164,7 @@ ROWS = (
     ),
     Row(
         target="torch.nn:Module.to",
-        replacement=device_first,
+        replacement=moving_module,
         reason="moving to a CUDA device leaves the module on the CPU",
     ),
     Row(
