@@ -26,19 +26,18 @@ def enable(*, force: bool = False) -> None:
     """
     if _originals:
         return
-    from megatron_anchor.on_cpu.settings import SETTINGS
-
-    for setting in SETTINGS:
-        setting.apply()
-
     import torch
-
-    from megatron_anchor.on_cpu.rows import ROWS
-    from megatron_anchor.on_cpu.table import Installer
 
     if torch.cuda.is_available() and not force:
         raise RuntimeError(
             f"CUDA works on this machine ({torch.cuda.device_count()} devices): run the program "
             "itself, or give --force (enable(force=True)) to run it on the CPU all the same"
         )
+
+    from megatron_anchor.on_cpu.rows import ROWS
+    from megatron_anchor.on_cpu.settings import SETTINGS
+    from megatron_anchor.on_cpu.table import Installer
+
+    for setting in SETTINGS:
+        setting.apply()
     Installer(_originals).install(ROWS)

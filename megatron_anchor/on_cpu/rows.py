@@ -7,12 +7,14 @@ from megatron_anchor.on_cpu import (
     megatron,
     optimizer,
     processes,
+    streams,
     tensors,
 )
 
 ROWS = (
     *tensors.ROWS,
     *cuda.ROWS,
+    *streams.ROWS,
     *data.ROWS,
     *processes.ROWS,
     *distributed.ROWS,

@@ -13,6 +13,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import logging
+import platform
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from packaging.requirements import Requirement
 
 TORCH = "torch>=2.8"
 MEGATRON = "megatron-core>=0.19.2,<0.20"
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +60,23 @@ def instead(value: Any) -> Callable[[Any], Any]:
 
 
 def owner_of(row: Row) -> Any:
-    """Return the module or class that holds a row's target.
+    """Return the module or class that holds a row's target, after importing its module.
 
     Raises:
-        AttributeError: the host has no such attribute.
+        AttributeError: the host has no such target.
     """
     owner: Any = importlib.import_module(row.module)
-    *parents, _ = row.path
-    for name in parents:
-        owner = getattr(owner, name)
+    *parents, name = row.path
+    try:
+        for parent in parents:
+            owner = getattr(owner, parent)
+        getattr(owner, name)
+    except AttributeError as error:
+        host = "Python" if row.host is None else Requirement(row.host).name
+        raise AttributeError(
+            f"{row.target} does not exist in this {host} ({_version_of(row)}), which the table of "
+            f"replacements was written for ({row.host}); install a version that has it"
+        ) from error
     return owner
 
 
@@ -103,21 +114,24 @@ class Installer:
         _replace_copies(copies)
 
 
+def _version_of(row: Row) -> str:
+    """Return the version of a row's host that this process would use."""
+    if row.host is None:
+        return platform.python_version()
+    name = Requirement(row.host).name
+    if name == "megatron-core":  # a checkout on sys.path may shadow the installed wheel
+        return importlib.import_module("megatron.core.package_info").__version__
+    return version(name)
+
+
 def _host_fits(row: Row) -> bool:
-    """Whether the installed host is one that the row was written for."""
+    """Whether the host is one that the row was written for; warns when it is not."""
     if row.host is None:
         return True
-    requirement = Requirement(row.host)
-    installed = version(requirement.name)
-    fits = requirement.specifier.contains(installed, prereleases=True)
+    found = _version_of(row)
+    fits = Requirement(row.host).specifier.contains(found, prereleases=True)
     if not fits:
-        logging.getLogger(__name__).warning(
-            "%s is not replaced: it was written for %s, got %s %s",
-            row.target,
-            row.host,
-            requirement.name,
-            installed,
-        )
+        _LOGGER.warning("%s stays: its row is for %s, found %s", row.target, row.host, found)
     return fits
 
 

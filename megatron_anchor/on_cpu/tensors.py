@@ -9,6 +9,7 @@ import torch
 from megatron_anchor.on_cpu.table import Row, instead
 
 CPU = torch.device("cpu")
+_DEVICE_TYPES = (str, int, torch.device)
 
 FACTORIES = (
     "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full",
@@ -17,18 +18,6 @@ FACTORIES = (
     "tril_indices", "triu_indices", "zeros", "zeros_like",
 )  # fmt: skip
 NEW_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-CUDA_TYPES = {
-    torch.float32: "FloatTensor",
-    torch.float64: "DoubleTensor",
-    torch.float16: "HalfTensor",
-    torch.bfloat16: "BFloat16Tensor",
-    torch.uint8: "ByteTensor",
-    torch.int8: "CharTensor",
-    torch.int16: "ShortTensor",
-    torch.int32: "IntTensor",
-    torch.int64: "LongTensor",
-    torch.bool: "BoolTensor",
-}
 
 
 def meant(device: Any) -> Any:
@@ -67,7 +56,7 @@ def moving(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def on_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device = args[0] if args else kwargs.get("device")
-        if not isinstance(device, str | int | torch.device):
+        if not isinstance(device, _DEVICE_TYPES):
             return original(self, *args, **kwargs)
         if args:
             args = (meant(device), *args[1:])
@@ -90,42 +79,55 @@ def leaving(original: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
-def moving_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Module.to`: nothing for a CUDA device."""
-
-    @functools.wraps(original)
-    def on_cpu(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if args:
-            args = (meant(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = meant(kwargs["device"])
-        return original(self, *args, **kwargs)
-
-    return on_cpu
-
-
 def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
-def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+def cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Tensor.type`: names tensors `torch.cuda.*Tensor`, and takes such names."""
+
     @functools.wraps(original)
     def on_cpu(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            return f"torch.cuda.{CUDA_TYPES[self.dtype]}"
-        name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
-        if isinstance(dtype, str) or "cuda" in str(dtype):
+            return original(self).replace("torch.", "torch.cuda.", 1)
+        if not isinstance(dtype, torch.dtype):
+            name = dtype if isinstance(dtype, str) else dtype.__name__
             dtype = "torch." + name.rpartition(".")[2]
         return original(self, dtype, *args, **kwargs)
 
     return on_cpu
 
 
-def _map_location(original: Callable[..., Any]) -> Callable[..., Any]:
+def onto_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `torch.load`: nothing is loaded onto a CUDA device."""
+
     @functools.wraps(original)
     def on_cpu(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         location = CPU if map_location is None else meant(map_location)
         return original(f, location, *args, **kwargs)
+
+    return on_cpu
+
+
+def cpu_context(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of a `with torch.device(...)` context."""
+
+    @functools.wraps(original)
+    def on_cpu(self: Any, device: Any) -> None:
+        original(self, meant(device))
+
+    return on_cpu
+
+
+def cpu_autocast(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of `torch.autocast`: casts on the CPU, to the dtype asked for."""
+
+    @functools.wraps(original)
+    def on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            dtype = dtype or torch.get_autocast_dtype("cuda")
+            device_type = "cpu"
+        original(self, device_type, dtype, *args, **kwargs)
 
     return on_cpu
 
@@ -163,16 +165,6 @@ ROWS = (
         reason="moving to a CUDA device leaves the tensor on the CPU",
     ),
     Row(
-        target="torch.nn:Module.to",
-        replacement=moving_module,
-        reason="moving to a CUDA device leaves the module on the CPU",
-    ),
-    Row(
-        target="torch.nn:Module.cuda",
-        replacement=instead(_stay),
-        reason="moving to a CUDA device leaves the module on the CPU",
-    ),
-    Row(
         target="torch:Tensor.pin_memory",
         replacement=instead(_stay),
         reason="pinned memory needs a driver",
@@ -184,17 +176,22 @@ ROWS = (
     ),
     Row(
         target="torch:Tensor.type",
-        replacement=_type,
+        replacement=cuda_type,
         reason="Megatron's optimizers accept only parameters typed torch.cuda.*Tensor",
     ),
     Row(
-        target="torch:Tensor.record_stream",
-        replacement=instead(lambda self, stream: None),
-        reason="there are no streams: work is done when the call returns",
+        target="torch.utils._device:DeviceContext.__init__",
+        replacement=cpu_context,
+        reason="`with torch.device('cuda')` and set_default_device make tensors on the CPU",
+    ),
+    Row(
+        target="torch.amp.autocast_mode:autocast.__init__",
+        replacement=cpu_autocast,
+        reason="autocast for CUDA switches itself off where there is none",
     ),
     Row(
         target="torch:load",
-        replacement=_map_location,
+        replacement=onto_cpu,
         reason="loads tensors that were saved on a GPU",
     ),
 )
