@@ -63,7 +63,7 @@ def _check_same(prefix: str, tokenizer: Tokenizer) -> None:
     manifest = read_manifest(prefix)
     if manifest is None:
         return
-    own, theirs = tokenizer.fingerprint(tokenizer.native.make()), manifest.tokenizer["fingerprint"]
+    own, theirs = tokenizer.fingerprint(), manifest.tokenizer["fingerprint"]
     if own != theirs:
         print(
             f"note: the corpus was made with another tokenizer ({manifest.tokenizer['path']}, "
@@ -79,7 +79,7 @@ def _show_document(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer |
         hint = f" (made with {manifest.tokenizer['path']})" if manifest else ""
         raise CorpusError(f"--document needs the tokenizer: give --tokenizer-model{hint}")
     shown = ids[: args.max_tokens]
-    text = tokenizer.native.make().decode(shown.tolist())
+    text = tokenizer.native_engine.decode(shown.tolist())
     if args.json:
         print(json.dumps({"document": args.document, "tokens": ids.tolist(), "text": text}))
         return 0

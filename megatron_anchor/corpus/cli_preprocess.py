@@ -79,7 +79,7 @@ def _add_processing(parser: argparse.ArgumentParser) -> None:
         help="ray: run the shards as tasks of --workers CPUs on a Ray cluster and merge them",
     )
     add("--shards", type=int, default=0, help="of --executor ray (default: what the CPUs allow)")
-    add("--chunk-kb", type=int, default=512, help="text that a worker gets at once")
+    add("--chunk-kb", type=int, default=0, help="text a worker gets at once (0: as suits)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -132,6 +132,7 @@ def _merge(
         engine=summaries[0].engine,
         notes=[f"{len(summaries)} shards on Ray", *summaries[0].notes],
         seconds=max(summary.seconds for summary in summaries),
+        processing_seconds=max(summary.processing_seconds for summary in summaries),
     )
 
 

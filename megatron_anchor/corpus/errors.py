@@ -56,6 +56,10 @@ class RowError(CorpusError):
             "--on-error skip to leave such rows out and list them in a side file."
         )
 
+    def __reduce__(self) -> tuple[type[RowError], tuple[Rejection]]:
+        """Travel between processes by the rejection, not by the message."""
+        return RowError, (self.rejection,)
+
 
 class WorkerError(CorpusError):
     """A worker process ended without an answer (killed, or out of memory)."""

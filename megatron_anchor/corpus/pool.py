@@ -8,7 +8,9 @@ and keep at most a fixed amount of work in flight.
 from __future__ import annotations
 
 import multiprocessing
+import queue
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from megatron_anchor.corpus.errors import CorpusError, WorkerError
 from megatron_anchor.corpus.readers import Chunk
 
 _MOST_BYTES = 256 << 20  # of input in flight; a single larger chunk still passes
+_CHUNKS_A_WORKER = 2  # one in work, one waiting
 _CLOSE_SECONDS = 5.0
 
 
@@ -71,29 +74,29 @@ class ThreadPool:
 
 
 class _Worker:
-    """One worker process and the chunk it works on."""
+    """One worker process and the chunks that it has been given, in order."""
 
     def __init__(self, config: EncodeConfig, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.number = number
-        self.chunk: Chunk | None = None
+        self.chunks: deque[Chunk] = deque()
         self.process = context.Process(
             target=_serve, args=(theirs, config), daemon=True, name=f"encode-{number}"
         )
         self.process.start()
         theirs.close()  # so that the worker's death closes the pipe
 
-    def send(self, chunk: Chunk | None) -> None:
-        """Give the worker a chunk; it is idle, so this does not block for long."""
-        self.chunk = chunk
+    def send(self, chunk: Chunk) -> None:
+        """Give the worker a chunk; a thread of it takes it at once, so this does not block."""
+        self.chunks.append(chunk)
         try:
             self.connection.send(chunk)
         except OSError as error:
             raise self.death() from error
 
     def receive(self) -> EncodedChunk | None:
-        """The worker's answer; None says that it is ready for its first chunk."""
+        """The worker's next answer; None says that it is ready for its first chunk."""
         try:
             status, value = self.connection.recv()
         except (EOFError, OSError) as error:
@@ -108,8 +111,8 @@ class _Worker:
         code = self.process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         work = "at its start"
-        if self.chunk is not None:
-            work = f"on {self.chunk.path}, rows from {self.chunk.first_row + 1}"
+        if self.chunks:
+            work = f"on {self.chunks[0].path}, rows from {self.chunks[0].first_row + 1}"
         return WorkerError(
             f"worker {self.number} (pid {self.process.pid}) died with {how} while working {work}; "
             "if memory ran out, use fewer --workers. What was finished is kept: add --resume"
@@ -117,36 +120,38 @@ class _Worker:
 
 
 class ProcessPool:
-    """Worker processes, asked one chunk at a time (so neither side can block the other)."""
+    """Worker processes, each with a chunk to work on and another one waiting."""
 
     def __init__(self, config: EncodeConfig, *, workers: int) -> None:
         self._most_chunks = 4 * workers
         self._workers = [_Worker(config, number) for number in range(workers)]
+        try:
+            for worker in self._workers:
+                worker.receive()  # says that it is ready
+        except BaseException:
+            self.close()
+            raise
 
     def map(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, EncodedChunk]]:
         """Every chunk with its result, in order."""
-        idle: list[_Worker] = []
-        busy: dict[Any, _Worker] = {
-            worker.connection: worker for worker in self._workers
-        }  # until they say ready
+        by_pipe: dict[Any, _Worker] = {worker.connection: worker for worker in self._workers}
         order: deque[Chunk] = deque()
         done: dict[int, EncodedChunk] = {}
         held, ahead = 0, next(chunks, None)
         while ahead is not None or order:
-            while idle and ahead is not None and self._has_room(order, held):
-                worker = idle.pop()
+            while ahead is not None and self._has_room(order, held):
+                worker = min(self._workers, key=lambda worker: len(worker.chunks))
+                if len(worker.chunks) == _CHUNKS_A_WORKER:
+                    break
                 order.append(ahead)
                 held += _size(ahead)
                 worker.send(ahead)
-                busy[worker.connection] = worker
                 ahead = next(chunks, None)
-            for ready in connection.wait(list(busy)):
-                worker = busy.pop(ready)
-                chunk, result = worker.chunk, worker.receive()
-                if chunk is not None and result is not None:
-                    done[id(chunk)] = result
-                worker.chunk = None
-                idle.append(worker)
+            for pipe in connection.wait([w.connection for w in self._workers if w.chunks]):
+                worker = by_pipe[pipe]
+                result = worker.receive()
+                assert result is not None
+                done[id(worker.chunks.popleft())] = result
             while order and id(order[0]) in done:
                 first = order.popleft()
                 held -= _size(first)
@@ -158,7 +163,7 @@ class ProcessPool:
     def close(self) -> None:
         """End the processes, by force where they do not listen."""
         for worker in self._workers:
-            if worker.chunk is not None:
+            if worker.chunks:
                 worker.process.terminate()
             worker.connection.close()  # an idle worker ends at this
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -184,12 +189,22 @@ def _serve(pipe: connection.Connection, config: EncodeConfig) -> None:
     try:
         encode = ChunkEncoder(config)
         pipe.send(("ready", None))
-        while True:
-            chunk = pipe.recv()
+        tasks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        threading.Thread(target=_take, args=(pipe, tasks), daemon=True).start()
+        while (chunk := tasks.get()) is not None:
             pipe.send(("done", encode(chunk)))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+    except (BrokenPipeError, ConnectionResetError):
         return
     except CorpusError as error:
         pipe.send(("failed", error))
     except Exception as error:
         pipe.send(("failed", CorpusError(f"a worker failed: {type(error).__name__}: {error}")))
+
+
+def _take(pipe: connection.Connection, tasks: queue.SimpleQueue[Chunk | None]) -> None:
+    """Take chunks off the pipe as they come; there are never more than the parent allows."""
+    try:
+        while True:
+            tasks.put(pipe.recv())
+    except (EOFError, OSError):
+        tasks.put(None)

@@ -38,7 +38,9 @@ from megatron_anchor.corpus.tokenizers import (
 )
 
 _SAMPLE_TEXTS = 64
-_SAMPLE_CHARACTERS = 20_000
+_SAMPLE_CHARACTERS = 4_000
+_CHUNK_KB = 256  # for a worker process: some tenths of a second of work
+_SHARED_CHUNK_KB = 8192  # for an engine that spreads one chunk over all cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,8 @@ class PreprocessConfig:
     shard: str | None = None
     resume: bool = False
     overwrite: bool = False
-    chunk_kb: int = 512
+    chunk_kb: int = 0
+    """Text that a worker gets at once; 0: what suits the engine."""
     checkpoint_seconds: float = 10.0
     progress: bool = True
 
@@ -79,11 +82,11 @@ class PreprocessConfig:
         bad = [key for key in self.json_keys if not key or os.sep in key]
         if bad or len(set(self.json_keys)) != len(self.json_keys):
             raise CorpusError(f"--json-keys {list(self.json_keys)}: expected different names")
-        for name in ("max_row_mb", "chunk_kb"):
-            if getattr(self, name) < 1:
-                raise CorpusError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
-        if self.workers < 0:
-            raise CorpusError(f"--workers {self.workers}: expected a positive number")
+        if self.max_row_mb < 1:
+            raise CorpusError(f"--max-row-mb {self.max_row_mb}: expected at least 1")
+        for name in ("workers", "chunk_kb"):
+            if getattr(self, name) < 0:
+                raise CorpusError(f"--{name.replace('_', '-')} {getattr(self, name)}: below 0")
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,9 @@ class Summary:
     engine: str
     notes: list[str]
     seconds: float
+    """Of the whole run, loading included."""
+    processing_seconds: float
+    """From the moment when all workers were ready."""
 
 
 def preprocess(config: PreprocessConfig) -> Summary:
@@ -121,7 +127,7 @@ def preprocess(config: PreprocessConfig) -> Summary:
     dtype = token_dtype(tokenizer.vocab_size)
     splitter = _splitter(config)
     spans = _plan(config, sources)
-    fingerprint = tokenizer.fingerprint(tokenizer.native.make())
+    fingerprint = tokenizer.fingerprint()
     output = CorpusOutput(
         config.output_prefix,
         keys=config.json_keys,
@@ -146,15 +152,21 @@ def preprocess(config: PreprocessConfig) -> Summary:
         splitter=splitter,
         threads=workers if recipe.shares_threads else 1,
     )
+    ready = time.monotonic()
     try:
         if not output.progress.complete:
-            _run(config, output, sources, spans, encode, workers=workers)
+            ready = _run(config, output, sources, spans, encode, workers=workers)
             _check_not_empty(config, output)
         manifests = output.finish(_manifest_fields(config, tokenizer, fingerprint, sources, output))
     finally:
         output.close()
     return _summary(
-        output, manifests, notes=[note, *tokenizer.notes], engine=recipe.name, began=began
+        output,
+        manifests,
+        notes=[note, *tokenizer.notes],
+        engine=recipe.name,
+        began=began,
+        ready=ready,
     )
 
 
@@ -166,13 +178,13 @@ def _splitter(config: PreprocessConfig) -> SplitterConfig | None:
     return splitter
 
 
-def _read_options(config: PreprocessConfig) -> ReadOptions:
+def _read_options(config: PreprocessConfig, *, shared: bool = False) -> ReadOptions:
     keys = [*config.json_keys, *([config.domain_key] if config.domain_key else [])]
     if config.pretokenized:
         keys.append("source")
     columns = tuple(dict.fromkeys(key.split(".")[0] for key in keys))
     return ReadOptions(
-        chunk_bytes=config.chunk_kb << 10,
+        chunk_bytes=(config.chunk_kb or (_SHARED_CHUNK_KB if shared else _CHUNK_KB)) << 10,
         max_row_bytes=config.max_row_mb << 20,
         columns=columns,
         hf_split=config.hf_split,
@@ -217,10 +229,15 @@ def _identity(config: PreprocessConfig, sources: list[Source], fingerprint: str)
 
 
 def _chunks(
-    config: PreprocessConfig, sources: list[Source], spans: list[Span], start: Progress
+    config: PreprocessConfig,
+    sources: list[Source],
+    spans: list[Span],
+    start: Progress,
+    *,
+    shared: bool = False,
 ) -> Iterator[tuple[int, Chunk]]:
     """All chunks from a place on, with the number of their span."""
-    options = _read_options(config)
+    options = _read_options(config, shared=shared)
     for number in range(start.span, len(spans)):
         span = spans[number]
         first = number == start.span
@@ -272,12 +289,15 @@ def _run(
     encode: EncodeConfig,
     *,
     workers: int,
-) -> None:
+) -> float:
+    """Encode and append everything; returns the time when all workers were ready."""
     start = replace(output.progress)
     numbers: dict[int, int] = {}  # chunk -> span, while the chunk is in flight
 
     def numbered() -> Iterator[Chunk]:
-        for number, chunk in _chunks(config, sources, spans, start):
+        for number, chunk in _chunks(
+            config, sources, spans, start, shared=encode.recipe.shares_threads
+        ):
             numbers[id(chunk)] = number
             yield chunk
 
@@ -309,6 +329,7 @@ def _run(
     finally:
         bar.close()
         pool.close()
+    return began
 
 
 def _span_bytes(sources: list[Source], span: Span) -> int:
@@ -365,6 +386,7 @@ def _summary(
     notes: list[str],
     engine: str,
     began: float,
+    ready: float,
 ) -> Summary:
     first = manifests[0]
     return Summary(
@@ -380,6 +402,7 @@ def _summary(
         engine=engine,
         notes=notes,
         seconds=round(time.monotonic() - began, 3),
+        processing_seconds=round(time.monotonic() - ready, 3),
     )
 
 
@@ -391,5 +414,6 @@ def _finished_before(config: PreprocessConfig, output: CorpusOutput) -> Summary:
             f"--resume: {output.corpus_prefix(config.json_keys[0])} exists without a manifest, so "
             "it is not known what it holds; use --overwrite to make it anew"
         )
+    now = time.monotonic()
     note = "the corpus was finished already; nothing was done"
-    return _summary(output, found, notes=[note], engine="none", began=time.monotonic())
+    return _summary(output, found, notes=[note], engine="none", began=now, ready=now)

@@ -113,40 +113,47 @@ def line_blocks(
     newline. A line over `longest` bytes is passed over without holding it. On `CutShortError` the
     complete lines come first, and the exception passes on with the incomplete one as argument.
     """
-    held, at, whole, skipped = bytearray(), offset, 0, 0  # whole: bytes of held in whole lines
+    held, at, skipped = bytearray(), offset, 0  # held: the beginning of a line
     try:
         for piece in source:
+            newline = piece.rfind(b"\n") + 1
             if skipped:
-                newline = piece.find(b"\n") + 1
-                skipped += newline or len(piece)
-                if not newline:
+                first = piece.find(b"\n") + 1
+                skipped += first or len(piece)
+                if not first:
                     continue
                 yield LineBlock(bytes(held), at, too_long=skipped)
-                at, held, piece, skipped = at + skipped, bytearray(), piece[newline:], 0
+                at, skipped, newline = at + skipped, 0, newline - first
+                held, piece = bytearray(), piece[first:]
                 if end is not None and at >= end:
                     return
-            newline = piece.rfind(b"\n") + 1
-            whole = len(held) + newline if newline else whole
-            held += piece
-            if end is not None and at + whole >= end:
-                cut = held.index(b"\n", max(end - 1 - at, 0)) + 1
-                yield LineBlock(bytes(held[:cut]), at)
-                return
-            too_long = len(held) - whole > longest
-            while whole >= size or (whole and too_long):
-                cut = held.rfind(b"\n", 0, size) + 1 or held.index(b"\n", size) + 1
-                yield LineBlock(bytes(held[:cut]), at)
-                at, whole = at + cut, whole - cut
-                del held[:cut]
-            if too_long:
+            if newline:
+                lines = bytes(held) + piece[:newline] if held else piece[:newline]
+                if end is not None and at + len(lines) >= end:
+                    cut = lines.index(b"\n", max(end - 1 - at, 0)) + 1
+                    yield from _split(lines[:cut], at, size)
+                    return
+                yield from _split(lines, at, size)
+                at, held = at + len(lines), bytearray(piece[newline:])
+            else:
+                held += piece
+            if len(held) > longest:
                 skipped = len(held)
                 del held[1 << 16 :]
     except CutShortError as error:
-        cut = held.rfind(b"\n") + 1
-        if cut:
-            yield LineBlock(bytes(held[:cut]), at)
-        raise CutShortError(str(error), bytes(held[cut:])) from error
+        raise CutShortError(str(error), bytes(held)) from error
     if skipped:
         yield LineBlock(bytes(held), at, too_long=skipped)
     elif held:
         yield LineBlock(bytes(held), at)
+
+
+def _split(lines: bytes, at: int, size: int) -> Iterator[LineBlock]:
+    """Whole lines in blocks of at most `size` bytes (or one line)."""
+    start = 0
+    while len(lines) - start > size:
+        cut = lines.rfind(b"\n", start, start + size) + 1 or lines.index(b"\n", start + size) + 1
+        yield LineBlock(lines[start:cut], at + start)
+        start = cut
+    if start < len(lines):
+        yield LineBlock(lines[start:] if start else lines, at + start)

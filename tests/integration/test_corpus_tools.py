@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_anchor.corpus import (
-    IndexedCorpus,
+    CorpusError,
     PreprocessConfig,
     TokenizerConfig,
     cli_inspect,
@@ -182,31 +183,23 @@ def test_memory_stays_flat_whatever_the_corpus(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_ray_gives_the_bytes_of_one_run(tmp_path):
-    from megatron_anchor.corpus import CorpusError
+def test_ray_gives_the_bytes_of_one_run(tmp_path, request):
     from megatron_anchor.corpus.distributed import preprocess_on_ray
 
-    source = write_jsonl(tmp_path / "in.jsonl", texts())
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text(source.read_text() + "bad\n")
+    ray = pytest.importorskip("ray")
+    source = write_jsonl(tmp_path / "in.jsonl", [*texts(), 7])
     config = {"tokenizer": BYTES, "append_eod": True, "workers": 1, "progress": False}
-    one = PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "one"), **config)
-    preprocess(one)
     many = PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "many"), **config)
-    summary = preprocess_on_ray(many, shards=3)
-    assert summary.documents == [len(texts())]
-    assert corpus_files(tmp_path / "many") == corpus_files(tmp_path / "one")
+    with pytest.raises(CorpusError, match=rf"shard 2/3: .*in.jsonl:{len(texts()) + 1}: not a str"):
+        preprocess_on_ray(many, shards=3)  # starts and ends a local Ray by itself
+    assert not ray.is_initialized()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    request.addfinalizer(ray.shutdown)
+    done = preprocess_on_ray(replace(many, resume=True, on_error="skip"), shards=3)
+    assert json.loads(Path(done.rejected_file).read_text())["row"] == len(texts()) + 1
     assert not (tmp_path / "many.shards").exists()
-    bad = PreprocessConfig(input=(str(broken),), output_prefix=str(tmp_path / "bad"), **config)
-    with pytest.raises(CorpusError, match=r"shard 1/2: .*broken.jsonl:\d+: malformed JSON"):
-        preprocess_on_ray(bad, shards=2)
-    from dataclasses import replace
-
-    done = preprocess_on_ray(replace(bad, resume=True, on_error="skip"), shards=2)
-    assert done.documents == [len(texts())]
-    listed = json.loads(Path(done.rejected_file).read_text())
-    assert listed["row"] == len(texts()) + 1
-    assert len(IndexedCorpus.open(tmp_path / "bad_text_document")) == len(texts())
+    preprocess(replace(many, output_prefix=str(tmp_path / "one"), on_error="skip"))
+    assert corpus_files(tmp_path / "many") == corpus_files(tmp_path / "one")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")

@@ -153,3 +153,13 @@ def test_paths_may_be_unusual(tmp_path: Path):
     odd = tmp_path / "a [b] *.jsonl"
     odd.write_text("{}\n")
     assert [source.path for source in resolve([str(odd)])] == [str(odd)]
+
+
+def test_errors_travel_between_processes():
+    import pickle
+
+    from megatron_anchor.corpus import Rejection, RowError
+
+    error = RowError(Rejection("f.jsonl", 3, "not a string", "x", b"\xff"))
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.rejection) == (str(error), error.rejection)

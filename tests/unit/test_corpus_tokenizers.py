@@ -32,7 +32,7 @@ def load(path: Path, **config):
 
 
 def encode(tokenizer, documents):
-    return [row.tolist() for row in tokenizer.native.make().encode_batch(list(documents))]
+    return [row.tolist() for row in tokenizer.native_engine.encode_batch(list(documents))]
 
 
 def test_hugging_face_ids_equal_the_library_on_ordinary_text():
@@ -65,7 +65,7 @@ def test_literal_special_strings_are_never_control_tokens():
     documents = [f"{a}{b} x{b}" for a in ids for b in ids]
     produced = {id_ for row in encode(tokenizer, documents) for id_ in row}
     assert not produced & control
-    engine = tokenizer.native.make()
+    engine = tokenizer.native_engine
     for text in HOSTILE[9], "<think>":
         assert engine.decode(engine.encode_batch([text])[0]) == text
 
@@ -132,7 +132,7 @@ def test_sentencepiece_ids_equal_the_library_and_control_pieces_stay_text():
     assert ids == [library.encode(text) for text in documents]
     assert not {id_ for row in ids for id_ in row} & tokenizer.control_ids
     assert (tokenizer.bos_id, tokenizer.eod_id) == (1, 2)
-    assert tokenizer.native.make().decode([1, *ids[0], 2]).startswith("<s>")
+    assert tokenizer.native_engine.decode([1, *ids[0], 2]).startswith("<s>")
 
 
 def test_tiktoken_ids_equal_the_library_and_special_strings_stay_text():
@@ -193,7 +193,7 @@ def test_bytes_and_numbers():
 def test_one_fingerprint_means_the_same_ids():
     def fingerprint(**config):
         tokenizer = load_tokenizer(TokenizerConfig(**config))
-        return tokenizer.fingerprint(tokenizer.native.make())
+        return tokenizer.fingerprint()
 
     file = str(tokenizer_json())
     copy = folder() / "copy.json"
@@ -289,7 +289,7 @@ def test_gigatoken_gives_the_native_ids(path):
     tokenizer = load(path())
     recipe, why = choose_engine(tokenizer, wanted="auto", sample=texts(), threads=2)
     assert recipe.name == "gigatoken", why
-    engine, native = recipe.make(threads=2), tokenizer.native.make()
+    engine, native = recipe.make(threads=2), tokenizer.native_engine
     for ours, theirs in zip(
         engine.encode_batch(HOSTILE), native.encode_batch(HOSTILE), strict=True
     ):
@@ -300,7 +300,7 @@ def test_gigatoken_gives_the_native_ids(path):
 @settings(max_examples=60, deadline=None)
 def test_any_text_survives_encoding_and_decoding(documents):
     tokenizer = _CACHE.setdefault("t", load(tokenizer_json()))
-    engine = _CACHE.setdefault("e", tokenizer.native.make())
+    engine = _CACHE.setdefault("e", tokenizer.native_engine)
     rows = engine.encode_batch(documents)
     assert [engine.decode(row) for row in rows] == documents
     assert not {int(i) for row in rows for i in row} & tokenizer.control_ids

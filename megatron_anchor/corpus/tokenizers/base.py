@@ -61,6 +61,8 @@ class Tokenizer:
     """As Megatron counts it, for the token dtype."""
     native: EngineRecipe
     """The tokenizer's own library: the truth about ids."""
+    native_engine: Engine
+    """`native` as made for this process."""
     fast: EngineRecipe | None = None
     """A faster engine to be checked against `native` before use."""
     fast_unavailable: str = ""
@@ -86,14 +88,14 @@ class Tokenizer:
             )
         return replace(self, eod_id=eod_id)
 
-    def fingerprint(self, engine: Engine) -> str:
+    def fingerprint(self) -> str:
         """A digest of vocabulary, behaviour on probe texts, eod and affixes (hex).
 
         Two corpora with one fingerprint were made by tokenizers that agree; file names and
         library versions do not enter.
         """
         digest = hashlib.sha256(self.vocabulary_digest.encode())
-        for ids in engine.encode_batch(self.probe_texts):
+        for ids in self.native_engine.encode_batch(self.probe_texts):
             digest.update(np.ascontiguousarray(ids, dtype="<i8").tobytes() + b"|")
         digest.update(repr((self.vocab_size, self.eod_id, self.prefix, self.suffix)).encode())
         return digest.hexdigest()[:32]

@@ -185,7 +185,7 @@ def choose_engine(
 def _difference(tokenizer: Tokenizer, sample: Sequence[str], *, threads: int) -> str:
     """Where the fast engine gives other ids than the native one; empty where nowhere."""
     assert tokenizer.fast is not None
-    native = tokenizer.native.make()
+    native = tokenizer.native_engine
     try:
         fast = tokenizer.fast.make(threads=threads)
         control = [native.decode([id_]) for id_ in sorted(tokenizer.control_ids)]

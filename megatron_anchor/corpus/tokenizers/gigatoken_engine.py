@@ -1,23 +1,27 @@
 """The optional `gigatoken` engine: many times faster where it gives the same ids.
 
 It matches added tokens always, so it is given tokenizers without the control ones. Its caches grow
-with the text, so the engine is made anew after every `_RENEW_AFTER` bytes.
+with new words, so the engine is made anew whenever the process has grown by `_MOST_GROWTH`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.gigatoken_engine:GigatokenEngine"
-_RENEW_AFTER = 4 << 30
+_MOST_GROWTH = 1 << 30  # bytes
 _NOT_INSTALLED = "gigatoken is not installed (pip install gigatoken makes this many times faster)"
 
 
@@ -39,8 +43,10 @@ class GigatokenEngine:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
         self._parts = (config, ranks, scheme)
         self._parallel = threads > 1
-        self._seen = 0
-        self._library = self._make()
+        self._lock = threading.Lock()
+        self.library = self._make()
+        self._process = psutil.Process()
+        self._floor = self._process.memory_info().rss
 
     def _make(self):
         import gigatoken
@@ -55,31 +61,18 @@ class GigatokenEngine:
             return gigatoken.Tokenizer.from_tiktoken(path, scheme, {})
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of every text, uint32."""
-        flat, offsets = self._flat(list(texts), sum(map(len, texts)))
-        bounds = offsets.tolist()
-        return [flat[a:b] for a, b in itertools.pairwise(bounds)]
-
-    def encode_utf8(self, utf8: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Texts as one uint8 buffer with int64 offsets -> (ids uint32 [tokens], offsets int64)."""
-        import awkward as ak
-
-        characters = ak.contents.NumpyArray(utf8, parameters={"__array__": "char"})
-        strings = ak.contents.ListOffsetArray(
-            ak.index.Index64(offsets), characters, parameters={"__array__": "string"}
-        )
-        return self._flat(ak.Array(strings), utf8.size)
-
-    def _flat(self, texts: object, size: int) -> tuple[np.ndarray, np.ndarray]:
-        if self._seen > _RENEW_AFTER:
-            self._library, self._seen = self._make(), 0
-        self._seen += size
-        layout = self._library.encode_batch(texts, parallel=self._parallel).layout
-        return np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+        """Ids of every text, uint32; one caller at a time."""
+        with self._lock:
+            if self._process.memory_info().rss > self._floor + _MOST_GROWTH:
+                self.library = self._make()
+                self._floor = self._process.memory_info().rss
+            layout = self.library.encode_batch(list(texts), parallel=self._parallel).layout
+        flat, bounds = np.asarray(layout.content.data), np.asarray(layout.offsets.data).tolist()
+        return [flat[start:end] for start, end in itertools.pairwise(bounds)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
-        return self._library.decode(list(ids)).decode("utf-8", errors="replace")
+        return self.library.decode(list(ids)).decode("utf-8", errors="replace")
 
 
 def _rank_lines(ranks: Mapping[bytes, int]) -> bytes:
@@ -89,11 +82,12 @@ def _rank_lines(ranks: Mapping[bytes, int]) -> bytes:
     return b"".join(base64.b64encode(piece) + b" %d\n" % rank for piece, rank in rows)
 
 
-def recipe_from_json(config: str) -> tuple[EngineRecipe | None, str]:
-    """A recipe for a `tokenizer.json` text, or None and the reason."""
+def recipe_from_json(config: Mapping[str, Any]) -> tuple[EngineRecipe | None, str]:
+    """A recipe for the content of a `tokenizer.json`, or None and the reason."""
     if importlib.util.find_spec("gigatoken") is None:
         return None, _NOT_INSTALLED
-    return EngineRecipe("gigatoken", _FACTORY, {"config": config}, shares_threads=True), ""
+    arguments = {"config": json.dumps(config)}
+    return EngineRecipe("gigatoken", _FACTORY, arguments, shares_threads=True), ""
 
 
 def recipe_from_ranks(
@@ -114,8 +108,6 @@ def recipe_from_sentencepiece(model: bytes) -> tuple[EngineRecipe | None, str]:
     """A recipe for a SentencePiece model (BPE with byte fallback), or None and the reason."""
     if importlib.util.find_spec("gigatoken") is None:
         return None, _NOT_INSTALLED
-    import json
-
     import gigatoken
 
     from megatron_anchor.corpus.tokenizers import plain_text
@@ -126,6 +118,4 @@ def recipe_from_sentencepiece(model: bytes) -> tuple[EngineRecipe | None, str]:
         return None, f"gigatoken does not take this model: {error}"
     if converted is None:
         return None, "this gigatoken version keeps no tokenizer.json of a SentencePiece model"
-    config = json.loads(converted)
-    control = {t["content"]: t["id"] for t in config["added_tokens"] if t["special"]}
-    return recipe_from_json(json.dumps(plain_text.without_control(config, control)))
+    return recipe_from_json(plain_text.without_special(json.loads(converted)))

@@ -38,19 +38,19 @@ class TokenizersEngine:
             os.environ["RAYON_NUM_THREADS"] = str(threads)
         from tokenizers import Tokenizer as Library
 
-        self._library = Library.from_str(config)
-        self._library.no_truncation()
-        self._library.no_padding()
-        self._library.encode_special_tokens = plain_text
+        self.library = Library.from_str(config)
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.library.encode_special_tokens = plain_text
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, uint32, without the post-processor's tokens."""
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens shown."""
-        return self._library.decode(list(ids), skip_special_tokens=False)
+        return self.library.decode(list(ids), skip_special_tokens=False)
 
 
 def load_file(path: Path, *, special: bool, affixes: bool, eod_token: str | None) -> Tokenizer:
@@ -135,67 +135,75 @@ def _describe(
     special: bool,
     affixes: bool,
 ) -> Tokenizer:
-    original = json.dumps(config)
-    reference = TokenizersEngine(config=original, plain_text=False)
-    vocabulary = reference._library.get_vocab(with_added_tokens=True)
+    own_unknown = plain_text.unknown_token(config)
+    control: dict[str, int] = {}
+    if not special:
+        control = plain_text.control_tokens(config, named=filter(None, named.values()))
+        config = plain_text.flagged_special(config, control)
+    encoded = json.dumps(config)
+    engine = TokenizersEngine(config=encoded, plain_text=False)
+    vocabulary = engine.library.get_vocab(with_added_tokens=True)
     if eos is not None and eos not in vocabulary:
         raise CorpusError(
             f"the end-of-document token {eos!r} is not in the vocabulary of {path}; "
             "name another with --eod-token, or give its number with --eod-id"
         )
-    notes: list[str] = []
-    unknown = plain_text.unknown_token(config)
-    control: dict[str, int] = {}
+    prefix, suffix = _affixes(engine, path=path) if affixes else ((), ())
     if not special:
-        control = plain_text.control_tokens(config, named=filter(None, named.values()))
-        config = _guarded(config, control, path=path)
-    encoded = json.dumps(plain_text.flagged_special(config, control) if not special else config)
-    prefix, suffix = _affixes(reference, path=path) if affixes else ((), ())
-    if prefix or suffix:
-        notes.append(_affix_note(prefix, suffix))
+        engine.library.encode_special_tokens = True
+        control.pop(own_unknown or "", None)  # any unknown character may give it
+        config, encoded, engine = _guarded(config, encoded, engine, control, path=path)
     bos = named.get("bos_token")
-    stripped = config if special else plain_text.without_control(config, control)
-    fast, reason = gigatoken_engine.recipe_from_json(json.dumps(stripped))
+    stripped = config if special else plain_text.without_special(config)
+    fast, reason = gigatoken_engine.recipe_from_json(stripped)
+    recipe = EngineRecipe("tokenizers", _FACTORY, {"config": encoded, "plain_text": not special})
     return Tokenizer(
         kind="huggingface",
         path=path,
         vocab_size=len(vocabulary),
-        native=EngineRecipe("tokenizers", _FACTORY, {"config": encoded, "plain_text": not special}),
+        native=recipe,
+        native_engine=engine,
         fast=fast,
         fast_unavailable=reason,
         eod_id=vocabulary[eos] if eos is not None else None,
         bos_id=vocabulary.get(bos) if bos else None,
         prefix=prefix,
         suffix=suffix,
-        control_ids=frozenset(id_ for word, id_ in control.items() if word != unknown),
-        vocabulary_digest=digest_of(*(f"{vocabulary[word]} {word}" for word in sorted(vocabulary))),
-        notes=tuple(notes),
+        control_ids=frozenset(control.values()),
+        vocabulary_digest=digest_of(json.dumps(vocabulary, sort_keys=True)),
+        notes=(_affix_note(prefix, suffix),) if prefix or suffix else (),
     )
 
 
 def _guarded(
-    config: Mapping[str, Any], control: Mapping[str, int], *, path: str
-) -> Mapping[str, Any]:
-    """The config in which no control string can be spelled; proved by encoding each of them."""
-    reachable = _reachable(config, control)
+    config: Mapping[str, Any],
+    encoded: str,
+    engine: TokenizersEngine,
+    control: Mapping[str, int],
+    *,
+    path: str,
+) -> tuple[Mapping[str, Any], str, TokenizersEngine]:
+    """Config, its JSON and its engine in which no control string can be spelled.
+
+    Proved by encoding each of them; where the model's own vocabulary spells one, it is hidden.
+    """
+    reachable = _reachable(engine, control)
     if not reachable:
-        return config
-    edited = plain_text.hidden_in_model(config, reachable)
-    left = _reachable(edited, control)
+        return config, encoded, engine
+    config = plain_text.hidden_in_model(config, reachable)
+    encoded = json.dumps(config)
+    engine = TokenizersEngine(config=encoded, plain_text=True)
+    left = _reachable(engine, control)
     if left:
         raise CorpusError(
             f"the tokenizer {path} turns the literal text {left[0]!r} into its control token even "
             "with added tokens off; use --allow-special-in-text if that is wanted"
         )
-    return edited
+    return config, encoded, engine
 
 
-def _reachable(config: Mapping[str, Any], control: Mapping[str, int]) -> list[str]:
-    flagged = json.dumps(plain_text.flagged_special(config, control))
-    engine = TokenizersEngine(config=flagged, plain_text=True)
-    unknown = plain_text.unknown_token(config)
-    contents = [content for content in control if content != unknown]
-    ids = {control[content] for content in contents}
+def _reachable(engine: TokenizersEngine, control: Mapping[str, int]) -> list[str]:
+    contents, ids = list(control), set(control.values())
     texts = [text for content in contents for text in (content, f"a{content} b")]
     found = [bool(ids.intersection(row.tolist())) for row in engine.encode_batch(texts)]
     return [content for i, content in enumerate(contents) if found[2 * i] or found[2 * i + 1]]
@@ -203,7 +211,7 @@ def _reachable(config: Mapping[str, Any], control: Mapping[str, int]) -> list[st
 
 def _affixes(engine: TokenizersEngine, *, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the post-processor sets before and after a text."""
-    library, found = engine._library, set()
+    library, found = engine.library, set()
     for text in ("a", "Hello, world", "x = 1\n"):
         bare = library.encode(text, add_special_tokens=False).ids
         full = library.encode(text, add_special_tokens=True).ids

@@ -11,7 +11,6 @@ tokens. Which added tokens are *control* and which are ordinary vocabulary:
 
 from __future__ import annotations
 
-import copy
 import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -55,10 +54,9 @@ def flagged_special(config: Mapping[str, Any], control: Mapping[str, int]) -> di
     return {**config, "added_tokens": tokens}
 
 
-def without_control(config: Mapping[str, Any], control: Mapping[str, int]) -> dict[str, Any]:
-    """The config with the control tokens left out, for engines that have no such switch."""
-    tokens = [token for token in config["added_tokens"] if token["content"] not in control]
-    return {**config, "added_tokens": tokens}
+def without_special(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without the tokens flagged special, for engines that have no such switch."""
+    return {**config, "added_tokens": [t for t in config["added_tokens"] if not t["special"]]}
 
 
 def hidden_in_model(config: Mapping[str, Any], contents: Iterable[str]) -> dict[str, Any]:
@@ -67,8 +65,8 @@ def hidden_in_model(config: Mapping[str, Any], contents: Iterable[str]) -> dict[
     Unigram models match any piece of their vocabulary, `<s>` included, and a merge may build one:
     the pieces get names that no text holds, and merges that build or use them are dropped.
     """
-    edited = copy.deepcopy(dict(config))
-    model, rename = edited["model"], {text: f"\uffff{text}\uffff" for text in contents}
+    model = dict(config["model"])
+    rename = {text: f"\uffff{text}\uffff" for text in contents}
     if isinstance(model["vocab"], list):
         model["vocab"] = [[rename.get(piece, piece), score] for piece, score in model["vocab"]]
     else:
@@ -77,7 +75,7 @@ def hidden_in_model(config: Mapping[str, Any], contents: Iterable[str]) -> dict[
         model["unk_token"] = rename[model["unk_token"]]
     if model.get("merges"):
         model["merges"] = [merge for merge in model["merges"] if not _touches(merge, rename)]
-    return edited
+    return {**config, "model": model}
 
 
 def _touches(merge: str | list[str], names: Mapping[str, str]) -> bool:

@@ -27,25 +27,25 @@ class SentencePieceEngine:
     def __init__(self, *, model: bytes, threads: int = 1) -> None:
         from sentencepiece import SentencePieceProcessor
 
-        self._library = SentencePieceProcessor(model_proto=model)
+        self.library = SentencePieceProcessor(model_proto=model)
         self._threads = threads
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, int32."""
-        rows = self._library.encode(list(texts), out_type=int, num_threads=self._threads)
+        rows = self.library.encode(list(texts), out_type=int, num_threads=self._threads)
         return [np.array(row, dtype=np.int32) for row in rows]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; control pieces are shown by name."""
         parts, plain = [], []
         for id_ in [*map(int, ids), -1]:
-            if id_ >= 0 and not self._library.is_control(id_):
+            if id_ >= 0 and not self.library.is_control(id_):
                 plain.append(id_)
                 continue
-            parts.append(self._library.decode(plain))
+            parts.append(self.library.decode(plain))
             plain = []
             if id_ >= 0:
-                parts.append(self._library.id_to_piece(id_))
+                parts.append(self.library.id_to_piece(id_))
         return "".join(parts)
 
 
@@ -69,11 +69,13 @@ def load(path: Path, *, special: bool, affixes: bool = False) -> Tokenizer:
     pieces = [library.id_to_piece(i) for i in range(size)]
     user_defined = _user_defined(library, size)
     fast, reason = gigatoken_engine.recipe_from_sentencepiece(model)
+    recipe = EngineRecipe("sentencepiece", _FACTORY, {"model": model})
     return Tokenizer(
         kind="sentencepiece",
         path=str(path),
         vocab_size=size,
-        native=EngineRecipe("sentencepiece", _FACTORY, {"model": model}),
+        native=recipe,
+        native_engine=recipe.make(),
         fast=fast,
         fast_unavailable=reason,
         eod_id=eos if eos >= 0 else None,

@@ -115,7 +115,7 @@ class TiktokenEngine:
     ) -> None:
         import tiktoken
 
-        self._library = tiktoken.Encoding(
+        self.library = tiktoken.Encoding(
             "corpus", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(specials)
         )
         self._plain_text = plain_text
@@ -124,11 +124,11 @@ class TiktokenEngine:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, uint32."""
         if self._threads > 1 and self._plain_text:
-            rows = self._library.encode_ordinary_batch(list(texts), num_threads=self._threads)
+            rows = self.library.encode_ordinary_batch(list(texts), num_threads=self._threads)
         elif self._plain_text:
-            rows = [self._library.encode_ordinary(text) for text in texts]
+            rows = [self.library.encode_ordinary(text) for text in texts]
         else:
-            rows = [self._library.encode(text, allowed_special="all") for text in texts]
+            rows = [self.library.encode(text, allowed_special="all") for text in texts]
         return [np.array(row, dtype=np.uint32) for row in rows]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -136,7 +136,7 @@ class TiktokenEngine:
         parts = []
         for id_ in map(int, ids):
             try:
-                parts.append(self._library.decode_single_token_bytes(id_))
+                parts.append(self.library.decode_single_token_bytes(id_))
             except KeyError:
                 parts.append(f"<id {id_}>".encode())
         return b"".join(parts).decode("utf-8", errors="replace")
@@ -194,21 +194,20 @@ def load(
         fast, reason = gigatoken_engine.recipe_from_ranks(
             found.ranks, scheme=_GIGATOKEN_SCHEMES.get(wanted)
         )
+    arguments = {
+        "ranks": found.ranks,
+        "pattern": expression,
+        "specials": specials,
+        "plain_text": not special,
+    }
+    recipe = EngineRecipe("tiktoken", _FACTORY, arguments)
     top = max([*found.ranks.values(), *specials.values()]) + 1
     return Tokenizer(
         kind="tiktoken",
         path=str(path),
         vocab_size=max(top, found.vocab_size),
-        native=EngineRecipe(
-            "tiktoken",
-            _FACTORY,
-            {
-                "ranks": found.ranks,
-                "pattern": expression,
-                "specials": specials,
-                "plain_text": not special,
-            },
-        ),
+        native=recipe,
+        native_engine=recipe.make(),
         fast=fast,
         fast_unavailable=reason,
         eod_id=specials[eos] if eos is not None else None,
