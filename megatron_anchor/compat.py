@@ -107,7 +107,7 @@ def quiet_expected_warnings() -> None:
     """
     rows = {
         # GPTModel is what AnchorAttention is for; Megatron advertises its HybridModel.
-        "megatron.core.models.gpt.gpt_model": "deprecated",
+        "megatron.core.models.gpt.gpt_model": "DEPRECATED",
     }
     for name, text in rows.items():
         logging.getLogger(name).addFilter(_Without(text))

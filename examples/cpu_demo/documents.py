@@ -1,27 +1,33 @@
 """Real documents that every machine with Python and this package has, as JSON lines by domain.
 
-Three domains with natural document boundaries and a heavy tail of lengths: Python's own sources,
-Python's language reference, and the sources of installed packages.
+Three domains with natural document boundaries and a heavy tail of lengths: the sources of Python's
+library, Python's language reference, and the docstrings of installed packages.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import os
 import pydoc_data.topics
 import sysconfig
+import warnings
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "numpy")
-LARGEST_FILE = 2_000_000
-"""Bytes; a few generated files are larger and say little."""
+LARGEST_FILE, SHORTEST_DOCSTRING = 500_000, 200
+"""Bytes, characters: a few generated files are larger; shorter docstrings are labels."""
+
+Document = tuple[str, str]
+"""Name and text."""
 
 
-def python_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of every Python source below a folder, in a fixed order."""
+def python_files(folder: Path) -> Iterator[Document]:
+    """Yield every Python source below a folder, in a fixed order."""
     for path in sorted(folder.rglob("*.py")):
         relative = path.relative_to(folder)
         if "site-packages" in relative.parts or path.stat().st_size > LARGEST_FILE:
@@ -34,36 +40,60 @@ def python_files(folder: Path) -> Iterator[tuple[str, str]]:
             yield str(relative), text
 
 
-def domains(most_per_package: int) -> Iterator[tuple[str, Iterator[tuple[str, str]]]]:
-    """Yield (domain, documents)."""
-    yield "python-library", python_files(Path(sysconfig.get_path("stdlib")))
-    yield "python-reference", iter(sorted(pydoc_data.topics.topics.items()))
-    yield "packages", _package_files(most_per_package)
+def library_files() -> Iterator[Document]:
+    """Yield the standard library's sources, its tests left out."""
+    for name, text in python_files(Path(sysconfig.get_path("stdlib"))):
+        if not {"test", "tests", "idlelib"} & set(Path(name).parts):
+            yield name, text
 
 
-def _package_files(most: int) -> Iterator[tuple[str, str]]:
+def package_files(most_each: int) -> Iterator[Document]:
+    """Yield sources of installed packages, up to ``most_each`` of one package."""
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             continue
-        files = python_files(Path(spec.submodule_search_locations[0]))
-        for _, (name, text) in zip(range(most), files, strict=False):
+        for name, text in islice(python_files(Path(spec.submodule_search_locations[0])), most_each):
             yield f"{package}/{name}", text
 
 
-def write_documents(folder: Path, most_per_package: int = 1000) -> dict[str, tuple[Path, int]]:
+def docstrings(files: Iterator[Document]) -> Iterator[Document]:
+    """Yield the docstrings of classes and functions, one document each."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for name, text in files:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                tree = ast.parse(text)
+        except SyntaxError:
+            continue  # templates and sources for other versions of Python
+        for node in ast.walk(tree):
+            docstring = ast.get_docstring(node) if isinstance(node, kinds) else None
+            if docstring and len(docstring) >= SHORTEST_DOCSTRING:
+                yield f"{name}:{node.name}", f"{node.name}\n\n{docstring}\n"
+
+
+def domains(most_each: int) -> dict[str, Iterator[Document]]:
+    """Give the documents of each domain."""
+    return {
+        "sources": library_files(),
+        "python-reference": iter(sorted(pydoc_data.topics.topics.items())),
+        "docstrings": docstrings(package_files(most_each)),
+    }
+
+
+def write_documents(folder: Path, most_each: int = 250) -> dict[str, tuple[Path, int]]:
     """Write one JSON-lines file a domain.
 
     Args:
         folder: where to write.
-        most_per_package: files taken from each installed package.
+        most_each: files taken from each installed package.
 
     Returns:
         Domain to (path, number of documents).
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
-    for domain, documents in domains(most_per_package):
+    for domain, documents in domains(most_each).items():
         path, count = folder / f"{domain}.jsonl", 0
         unfinished = path.with_suffix(".tmp")
         with unfinished.open("w", encoding="utf-8") as out:

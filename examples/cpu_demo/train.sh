@@ -13,18 +13,19 @@ model=(
     --num-attention-heads 4 --group-query-attention --num-query-groups 2
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --position-embedding-type rope --rotary-base 100000
-    --seq-length 4096 --max-position-embeddings 4096
+    --seq-length 8192 --max-position-embeddings 8192
 )
 training=(
-    --micro-batch-size 1 --global-batch-size 2 --train-iters 30 --lr 4e-3 --min-lr 4e-4
-    --lr-decay-style cosine --lr-warmup-iters 3 --adam-beta2 0.95 --weight-decay 0.1
+    --micro-batch-size 1 --global-batch-size 1 --train-iters 20 --lr 2e-3 --min-lr 2e-4
+    --lr-decay-style cosine --lr-warmup-iters 2 --adam-beta2 0.95 --weight-decay 0.1
     --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0 --seed 1234
     --calculate-per-token-loss --use-distributed-optimizer
 )
 data=(
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$demo/tokenizer"
-    --data-path 0.5 "$demo/corpus/python-library" 0.1 "$demo/corpus/python-reference"
-    0.4 "$demo/corpus/packages"
+    --data-path 0.5 "$demo/corpus/docstrings_text_document"
+    0.2 "$demo/corpus/python-reference_text_document"
+    0.3 "$demo/corpus/sources_text_document"
     --data-cache-path "$demo/cache" --split 100,0,0 --num-workers 0
 )
 output=(
@@ -33,6 +34,7 @@ output=(
     --tensorboard-dir "$demo/tensorboard/$pattern"
 )
 cpu=(--transformer-impl local --distributed-backend gloo)
+export OMP_NUM_THREADS=1 # as torchrun would set it, without its banner
 
 exec "${PYTHON:-python}" -m torch.distributed.run --nproc-per-node 4 --standalone \
     -m megatron_anchor.on_cpu -m megatron_anchor.pretrain_gpt \

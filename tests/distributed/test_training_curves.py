@@ -61,9 +61,9 @@ def one_process(data, tmp_path_factory):
     """One process, uninterrupted; its checkpoint after FIRST iterations is everyone's start."""
 
     @cache
-    def run(normalisation):
+    def run(flags):
         folder = tmp_path_factory.mktemp("reference")
-        common = f"{data} {RESHARDABLE} --train-iters {LAST} {normalisation} "
+        common = f"{data} {RESHARDABLE} --train-iters {LAST} {flags} "
         curve = pretrain(
             1,
             f"{common} --save {folder} --save-interval {FIRST}",
@@ -91,12 +91,30 @@ def test_every_layout_continues_the_curve_of_one_process(
     curve = pretrain(ranks, f"{common} {flags}", tensorboard=tmp_path)
     assert sorted(curve["lm loss"]) == list(range(FIRST + 1, LAST + 1)), "20 iterations compared"
     for scalar in ("lm loss", "grad-norm"):
-        worst = max(
-            abs(value / expected[scalar][iteration] - 1)
-            for iteration, value in curve[scalar].items()
-        )
+        worst = worst_difference(curve, expected, scalar)
         print(f"{layout}: {scalar} within {worst:.1e}")
         assert worst <= 1e-5, f"{layout}: {scalar} differs by {worst} of itself"
+
+
+def worst_difference(curve, expected, scalar):
+    return max(abs(v / expected[scalar][iteration] - 1) for iteration, v in curve[scalar].items())
+
+
+def test_experts_and_qk_norm_continue_the_curve_too(one_process, tmp_path):
+    flags = "--calculate-per-token-loss --qk-layernorm --num-experts 4 --moe-router-topk 2"
+    common, expected = one_process(flags)
+    layout = "--expert-model-parallel-size 2 --context-parallel-size 2"
+    curve = pretrain(4, f"{common} {layout}", tensorboard=tmp_path)
+    for scalar in ("lm loss", "grad-norm"):
+        assert worst_difference(curve, expected, scalar) <= 1e-5
+
+
+def test_bfloat16_begins_with_the_same_loss_and_stays_near(one_process, tmp_path):
+    """The forward pass has the same bits; only the order of gradient sums differs."""
+    common, expected = one_process("--calculate-per-token-loss --bf16")
+    curve = pretrain(2, f"{common} --context-parallel-size 2", tensorboard=tmp_path)
+    assert abs(curve["lm loss"][FIRST + 1] / expected["lm loss"][FIRST + 1] - 1) <= 1e-6
+    assert worst_difference(curve, expected, "lm loss") <= 1e-2
 
 
 @pytest.fixture

@@ -1,0 +1,168 @@
+"""Step time of `anchor` against `full` attention on a real corpus, in one process on the CPU.
+
+Both patterns take the same samples in turns: one forward and backward of a Llama-shaped GPTModel
+with this package's layer spec. Next to the measured ratio stands the ratio of counted work
+(multiplications of the linear layers, the output layer and the attention products), which is what
+kernels of equal efficiency would give.
+
+    make demo && .venv/bin/python benchmarks/step_time.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_anchor import compat, on_cpu
+
+PATTERNS = ("anchor", "full")
+LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 4, 256, 8, 4, 704, 4096
+HEAD_DIM = HIDDEN // HEADS
+
+
+def counted_work(seq_length: int, lengths: tuple[int, ...]) -> float:
+    """Count the multiply-adds of a forward pass over one sample, in millions."""
+    qkv = HIDDEN * HEAD_DIM * (HEADS + 2 * KV_HEADS)
+    per_token = LAYERS * (qkv + HIDDEN * HIDDEN + 3 * HIDDEN * FFN) + HIDDEN * VOCAB
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    return (per_token * seq_length + LAYERS * 2 * HIDDEN * pairs) / 1e6
+
+
+def build_model() -> torch.nn.Module:
+    """Build a float32 GPTModel on one process."""
+    from megatron.core import mpu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_anchor.attention.layer_spec import anchor_block_spec
+    from megatron_anchor.attention.rope import RotarySettings
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    torch.distributed.init_process_group(
+        backend="gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    mpu.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=KV_HEADS,
+        ffn_hidden_size=FFN,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        transformer_impl="local",
+    )
+    rotary = RotarySettings(head_dim=HEAD_DIM, base=1e5)
+    return GPTModel(
+        config,
+        anchor_block_spec(config, rotary=rotary, backend="sdpa"),
+        vocab_size=VOCAB,
+        max_sequence_length=1,
+        position_embedding_type="none",
+    )
+
+
+def samples(prefix: Path, pattern: str, seq_length: int, count: int) -> list[dict[str, Any]]:
+    """Read the first samples of a corpus."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+
+    from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
+
+    config = PackedDatasetConfig(
+        random_seed=1,
+        sequence_length=seq_length,
+        blend=([str(prefix)], None),
+        split="1,0,0",
+        tokenizer=SimpleNamespace(vocab_size=VOCAB),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        attention_pattern=pattern,
+        anchor_token_id=0,
+    )
+    builder = BlendedMegatronDatasetBuilder(PackedDataset, [count, 0, 0], lambda: True, config)
+    dataset = builder.build()[0]
+    return [dataset[number] for number in range(count)]
+
+
+def step_seconds(model: torch.nn.Module, sample: dict[str, Any]) -> tuple[float, tuple[int, ...]]:
+    """Time one forward and backward; give the document lengths too."""
+    from megatron_anchor.attention.packed import pack_micro_batch
+
+    tokens, labels, positions, cu_seqlens = (
+        sample[field][None] for field in ("tokens", "labels", "position_ids", "cu_seqlens")
+    )
+    packed = pack_micro_batch(positions, cu_seqlens, seq_length=tokens.shape[1])
+    model.zero_grad()
+    started = time.perf_counter()
+    losses = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
+    (losses * sample["loss_mask"]).mean().backward()
+    return time.perf_counter() - started, packed.document_lengths
+
+
+def main() -> None:
+    """Measure and print one row a sequence length."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    corpus = Path("demo_output/corpus/docstrings_text_document")
+    parser.add_argument("--corpus", type=Path, default=corpus, help="prefix of a .bin/.idx corpus")
+    parser.add_argument("--seq-lengths", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the rows here, too")
+    options = parser.parse_args()
+    on_cpu.enable()
+    compat.quiet_expected_warnings()
+    model, rows = build_model(), []
+    print(
+        f"{'tokens':>8} {'documents':>9} {'full s':>8} {'anchor s':>8} {'ratio':>6} {'counted':>8}"
+    )
+    for seq_length in options.seq_lengths:
+        data = {p: samples(options.corpus, p, seq_length, options.samples) for p in PATTERNS}
+        step_seconds(model, data["anchor"][0])  # warm up
+        seconds: dict[str, list[float]] = {p: [] for p in PATTERNS}
+        work, documents = dict.fromkeys(PATTERNS, 0.0), 0
+        for number in range(options.samples):
+            for pattern in PATTERNS:
+                spent, lengths = step_seconds(model, data[pattern][number])
+                seconds[pattern].append(spent)
+                work[pattern] += counted_work(seq_length, lengths)
+            documents += int(data["anchor"][number]["num_documents"])
+        medians = {p: statistics.median(s) for p, s in seconds.items()}
+        ratios = [f / a for f, a in zip(seconds["full"], seconds["anchor"], strict=True)]
+        row = {
+            "seq_length": seq_length,
+            "documents_per_sample": documents / options.samples,
+            "full_seconds": medians["full"],
+            "anchor_seconds": medians["anchor"],
+            "ratio": statistics.median(ratios),
+            "counted_ratio": work["full"] / work["anchor"],
+        }
+        rows.append(row)
+        length, documents_each, full, anchor, ratio, counted = row.values()
+        print(f"{length:>8} {documents_each:>9.0f} {full:>8.2f} {anchor:>8.2f}", end=" ")
+        print(f"{ratio:>6.2f} {counted:>8.2f}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The program as users start it: torchrun, `on_cpu -m`, real exit codes and messages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.pretraining import MODEL, TRAINING, write_corpus
+
+
+def launch(arguments, *, ranks=1):
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "-m", "megatron_anchor.on_cpu"]
+    command += ["-m", "megatron_anchor.pretrain_gpt", *(MODEL + TRAINING + arguments).split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "few", [30, 5, 90, 1] * 20)
+
+
+def test_torchrun_trains_and_logs_what_packing_did(corpus, tmp_path):
+    done = launch(
+        f"--data-path {corpus} --data-cache-path {tmp_path} --train-iters 2 "
+        "--tensor-model-parallel-size 2",
+        ranks=2,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for part in ("iteration        2/       2", "documents per sample:", "attention work:"):
+        assert part in done.stdout
+    assert "attention pattern anchor, kernel sdpa" in done.stdout
+    for frightening in ("DEPRECATED", "Apex is not installed", "No CUDA runtime"):
+        assert frightening not in done.stdout + done.stderr
+
+
+def test_bad_arguments_end_with_the_reason_and_no_traceback(corpus):
+    done = launch(f"--data-path {corpus} --train-iters 2 --attention-pattern anchr")
+    assert done.returncode != 0
+    assert "error: megatron_anchor cannot run with these arguments" in done.stderr
+    assert "unknown attention pattern 'anchr': did you mean 'anchor'?" in done.stderr
+    assert "pretrain_gpt.py" not in done.stderr, "a traceback from our code"
+
+
+def test_missing_corpus_ends_with_its_name(tmp_path):
+    done = launch(f"--data-path {tmp_path}/nowhere --train-iters 2")
+    assert done.returncode != 0
+    assert f"{tmp_path}/nowhere" in done.stderr + done.stdout
