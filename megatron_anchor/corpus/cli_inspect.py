@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.indexed import IndexedCorpus
-from megatron_anchor.corpus.inspection import ALL, PERCENTILES, Report, inspect_corpus
+from megatron_anchor.corpus.inspection import PERCENTILES, Report, inspect_corpus
 from megatron_anchor.corpus.manifest import read_manifest
 from megatron_anchor.corpus.pictures import draw_lengths
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
@@ -20,6 +21,9 @@ _EXAMPLE = """\
   python tools/inspect_corpus.py corpus/all_text_document --png lengths.png
   python tools/inspect_corpus.py corpus/all_text_document --document 17 --tokenizer-model my-model
   exit code 0 where the files agree, 1 where they do not"""
+
+_MOST_DRAWN = 9
+_MOST_LISTED = 30
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,12 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         eod_id=args.eod_id,
     )
     if args.png:
-        groups = {d.name: d.bin_tokens for d in report.domains if d.name != ALL} or {
-            ALL: report.domains[0].bin_tokens
-        }
-        draw_lengths(args.png, report.edges, groups, title=f"{prefix}: tokens by document length")
+        name = Path(prefix).name
+        draw_lengths(args.png, report.edges, _groups(report), title=f"{name}: tokens by length")
     print(json.dumps(asdict(report))) if args.json else print_report(report)
     return 1 if report.problems else 0
+
+
+def _groups(report: Report) -> dict[str, tuple[int, ...]]:
+    """Tokens by length of the largest domains, and of all others together."""
+    whole, *domains = report.domains
+    if not domains:
+        return {whole.name: whole.bin_tokens}
+    groups = {domain.name: domain.bin_tokens for domain in domains[:_MOST_DRAWN]}
+    others = [domain.bin_tokens for domain in domains[_MOST_DRAWN:]]
+    if others:
+        groups[f"{len(others)} others"] = tuple(map(sum, zip(*others, strict=True)))
+    return groups
 
 
 def _check_same(prefix: str, tokenizer: Tokenizer) -> None:
@@ -102,12 +116,14 @@ def print_report(report: Report) -> None:
     percentiles = [f"p{p}" if p < 100 else "longest" for p in PERCENTILES]
     print(f"\n{'domain':<{wide}}{'documents':>12}{'tokens':>15}{'share':>8}", end="")
     print("".join(f"{p:>11}" for p in percentiles))
-    for domain in report.domains:
+    for domain in report.domains[: _MOST_LISTED + 1]:
         share = domain.tokens / max(whole.tokens, 1)
         print(
             f"{domain.name:<{wide}}{domain.documents:>12}{domain.tokens:>15}{share:>8.1%}", end=""
         )
         print("".join(f"{value:>11}" for value in domain.percentiles))
+    if len(names) > _MOST_LISTED + 1:
+        print(f"... and {len(names) - _MOST_LISTED - 1} smaller domains (--json lists all)")
     print(f"\n{'length from':>12}{'documents':>12}{'tokens':>15}{'share':>8}")
     for edge, count, tokens in zip(report.edges, whole.counts, whole.bin_tokens, strict=True):
         if count:

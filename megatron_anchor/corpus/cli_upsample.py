@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 
@@ -106,6 +107,6 @@ def _draw(png: str, prefix: str, output: str) -> None:
         png,
         edges.tolist(),
         groups,
-        title=f"{prefix}: tokens by document length",
+        title=f"{Path(prefix).name}: tokens by document length",
         compare=True,
     )

@@ -127,8 +127,6 @@ class CorpusOutput:
             for path in self.folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
-            for path in existing:
-                path.unlink()
         if state.exists():
             self.progress = Progress(**json.loads(state.read_text()))
             self._check_identity()
@@ -282,10 +280,15 @@ class CorpusOutput:
                 ) from error
             self.progress.complete = True
             self.checkpoint()
-        for name, final in self._finals().items():
+        finals = self._finals()
+        for name, final in finals.items():  # a corpus that is replaced stops being whole first
+            if name.endswith("idx") and (self.folder / name).exists():
+                final.unlink(missing_ok=True)
+        for name, final in finals.items():
             part = self.folder / name
             if name == "rejected" and part.exists() and not part.stat().st_size:
                 part.unlink()
+                final.unlink(missing_ok=True)
             if part.exists():
                 os.replace(part, final)
         self.close()
@@ -328,6 +331,14 @@ class CorpusOutput:
             ],
             **extra,
         )
+
+    def discard(self) -> None:
+        """Leave nothing but the list of rejected rows: there is nothing to go on from."""
+        self.close()
+        rejected = self.folder / "rejected"
+        if rejected.exists() and rejected.stat().st_size:
+            os.replace(rejected, self.rejected_path)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         """Close all files; the folder stays for --resume."""

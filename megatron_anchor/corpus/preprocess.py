@@ -124,28 +124,46 @@ def preprocess(config: PreprocessConfig) -> Summary:
             f"--append-eod: the tokenizer {tokenizer.path} has no end-of-document token; name one "
             "with --eod-token or --eod-id, or leave --append-eod away"
         )
-    dtype = token_dtype(tokenizer.vocab_size)
     splitter = _splitter(config)
     spans = _plan(config, sources)
-    fingerprint = tokenizer.fingerprint()
     output = CorpusOutput(
         config.output_prefix,
         keys=config.json_keys,
         level="sentence" if config.split_sentences else "document",
-        dtype=dtype,
-        identity=_identity(config, sources, fingerprint),
+        dtype=token_dtype(tokenizer.vocab_size),
+        identity=_identity(config, sources, tokenizer.fingerprint()),
         resume=config.resume,
         overwrite=config.overwrite,
         checkpoint_seconds=config.checkpoint_seconds,
     )
     if output.already_finished:
         return _finished_before(config, output)
+    try:
+        return _process(config, output, tokenizer, sources, spans, splitter, began=began)
+    except BaseException:
+        if not output.progress.rows_read:
+            output.discard()  # the next run needs neither --resume nor --overwrite
+        raise
+    finally:
+        output.close()
+
+
+def _process(
+    config: PreprocessConfig,
+    output: CorpusOutput,
+    tokenizer: Tokenizer,
+    sources: list[Source],
+    spans: list[Span],
+    splitter: SplitterConfig | None,
+    *,
+    began: float,
+) -> Summary:
     workers = config.workers or len(os.sched_getaffinity(0))
     recipe, note = _engine(config, tokenizer, sources, spans, workers=workers)
     encode = EncodeConfig(
         recipe=recipe,
         rows=_row_options(config, tokenizer),
-        dtype=dtype,
+        dtype=output.dtype,
         prefix=() if config.pretokenized else tokenizer.prefix,
         suffix=() if config.pretokenized else tokenizer.suffix,
         eod_id=tokenizer.eod_id if config.append_eod else None,
@@ -153,13 +171,10 @@ def preprocess(config: PreprocessConfig) -> Summary:
         threads=workers if recipe.shares_threads else 1,
     )
     ready = time.monotonic()
-    try:
-        if not output.progress.complete:
-            ready = _run(config, output, sources, spans, encode, workers=workers)
-            _check_not_empty(config, output)
-        manifests = output.finish(_manifest_fields(config, tokenizer, fingerprint, sources, output))
-    finally:
-        output.close()
+    if not output.progress.complete:
+        ready = _run(config, output, sources, spans, encode, workers=workers)
+        _check_not_empty(config, output)
+    manifests = output.finish(_manifest_fields(config, tokenizer, sources, output))
     return _summary(
         output,
         manifests,
@@ -345,18 +360,18 @@ def _check_not_empty(config: PreprocessConfig, output: CorpusOutput) -> None:
     for key, documents in zip(output.keys, output.progress.documents, strict=True):
         if not documents:
             state = output.progress
+            output.discard()
+            listed = f", listed in {output.rejected_path}" if state.rejected else ""
             raise CorpusError(
                 f"no document was written for {key!r}: {state.rows_read} rows read, "
-                f"{state.rejected_rows} rejected {state.rejected or ''}, {sum(state.empty)} empty; "
-                f"a corpus without documents cannot be opened. Remove {output.folder} or use "
-                "--overwrite next time"
+                f"{state.rejected_rows} rejected{listed}, {sum(state.empty)} empty; a corpus "
+                "without documents cannot be opened"
             )
 
 
 def _manifest_fields(
     config: PreprocessConfig,
     tokenizer: Tokenizer,
-    fingerprint: str,
     sources: list[Source],
     output: CorpusOutput,
 ) -> dict[str, Any]:
@@ -368,7 +383,7 @@ def _manifest_fields(
         "tokenizer": {
             "kind": tokenizer.kind,
             "path": tokenizer.path,
-            "fingerprint": fingerprint,
+            "fingerprint": tokenizer.fingerprint(),
         },
         "sources": [
             {"path": source.path, "bytes": source.size, "rows": rows[str(number)]}

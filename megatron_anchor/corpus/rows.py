@@ -44,6 +44,7 @@ class Document:
     row: int
     values: list[list[Any]]
     domain: str
+    text_bytes: int = 0
     raw: bytes | None = None
     """The row as it was read, for the side file."""
 
@@ -57,6 +58,7 @@ class ParsedChunk:
     good_rows: int = 0
     blank_lines: int = 0
     text_bytes: int = 0
+    """UTF-8 bytes of the texts of good rows."""
 
 
 class _RowError(Exception):
@@ -84,6 +86,7 @@ def parse_chunk(chunk: Chunk, options: RowOptions) -> ParsedChunk:
             continue
         for document in documents:
             document.raw = raw
+            parsed.text_bytes += document.text_bytes
         parsed.documents += documents
         parsed.good_rows += 1
     return parsed
@@ -94,7 +97,6 @@ def _values(chunk: Chunk, parsed: ParsedChunk) -> Iterator[tuple[int, bytes | No
     number = chunk.first_row
     if chunk.kind == "lines":
         data: bytes = chunk.payload
-        parsed.text_bytes += len(data)
         if number == 0 and data.startswith(BOM):
             data = data[len(BOM) :]
         lines = data.split(b"\n")
@@ -109,12 +111,9 @@ def _values(chunk: Chunk, parsed: ParsedChunk) -> Iterator[tuple[int, bytes | No
     elif chunk.kind in ("rows", "texts"):
         for raw in chunk.payload:
             number += 1
-            parsed.text_bytes += len(raw)
             yield number, raw, _MISSING
     elif chunk.kind in ("table", "objects"):
-        is_table = chunk.kind == "table"
-        records = chunk.payload.to_pylist() if is_table else chunk.payload
-        parsed.text_bytes += chunk.payload.nbytes if is_table else chunk.bytes_read
+        records = chunk.payload.to_pylist() if chunk.kind == "table" else chunk.payload
         for record in records:
             number += 1
             yield number, None, record
@@ -158,27 +157,32 @@ def _documents(record: Any, number: int, domain: str, options: RowOptions) -> li
         domain = _domain(record, domain, options)
     if options.pretokenized:
         return _pretokenized(record, number, domain, options)
-    return [Document(number, [_texts(record, key) for key in options.keys], domain)]
+    values, size = [], 0
+    for key in options.keys:
+        texts, text_bytes = _texts(record, key)
+        values.append(texts)
+        size += text_bytes
+    return [Document(number, values, domain, size)]
 
 
-def _texts(record: Mapping, key: str) -> list[str]:
+def _texts(record: Mapping, key: str) -> tuple[list[str], int]:
+    """The texts of a key, and their bytes in UTF-8."""
     value = lookup(record, key)
     if value is _MISSING:
         raise _missing(record, key)
-    texts = value if isinstance(value, list) else [value]
-    for text in texts:
-        if isinstance(text, bytes):
-            return [_text_file(value) for value in texts]
+    texts, size = list(value) if isinstance(value, list) else [value], 0
+    for number, text in enumerate(texts):
+        if isinstance(text, bytes):  # a binary column of a table
+            text = texts[number] = _text_file(text)
         if not isinstance(text, str):
             raise _RowError("not a string", f"{key!r} is a JSON {_name(text)}: {str(text)[:60]}")
-        if not text.isascii():
-            _check_encodable(text, key)
-    return texts
+        size += len(text) if text.isascii() else _encoded_size(text, key)
+    return texts, size
 
 
-def _check_encodable(text: str, key: str) -> None:
+def _encoded_size(text: str, key: str) -> int:
     try:
-        text.encode("utf-8")
+        return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise _RowError(
             "lone surrogate",
@@ -190,7 +194,7 @@ def _domain(record: Mapping, default: str, options: RowOptions) -> str:
     assert options.domain_key is not None
     value = lookup(record, options.domain_key)
     if isinstance(value, str) and value:
-        _check_encodable(value, options.domain_key)
+        _encoded_size(value, options.domain_key)  # a lone surrogate is no name
         return value
     if options.domain_fallback:
         return default

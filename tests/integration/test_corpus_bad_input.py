@@ -124,11 +124,12 @@ def test_a_line_of_200_mb_is_rejected_without_holding_it(tmp_path):
             stream.write(b"x" * (1 << 20))
         stream.write(b'"}\n{"text": "after"}\n')
     code = (
-        "import resource, sys\n"
+        "import sys\n"
         "from megatron_anchor.corpus.cli import run\n"
         "from megatron_anchor.corpus.cli_preprocess import main\n"
         "code = run(main)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
+        "peak = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]\n"
+        "print(peak, file=sys.stderr)\n"
         "sys.exit(code)\n"
     )
     command = [sys.executable, "-c", code, "--input", str(source), "--output-prefix"]
@@ -261,6 +262,33 @@ def test_append_eod_without_an_eod_token_fails_before_anything_is_written(tmp_pa
         run(tmp_path / "out", source, tokenizer=tokenizer, append_eod=True)
     run(tmp_path / "out", source, tokenizer=replace(tokenizer, eod_id=5), append_eod=True)
     assert IndexedCorpus.open(tmp_path / "out_text_document").tokens[-1] == 5
+
+
+def test_a_run_that_wrote_nothing_leaves_nothing_behind(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text("bad\n")
+    for config in ({}, {"json_keys": ("body",)}):
+        with pytest.raises(RowError):
+            run(tmp_path / "out", source, **config)
+        assert not (tmp_path / "out.partial").exists()
+    with pytest.raises(CorpusError, match=r"no document was written.*1 rejected, listed in"):
+        run(tmp_path / "out", source, on_error="skip")
+    assert list(corpus_files(tmp_path / "out")) == [".rejected.jsonl"]
+
+
+def test_overwriting_keeps_the_old_corpus_until_the_new_one_is_finished(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    run(tmp_path / "out", source)
+    before = corpus_files(tmp_path / "out")
+    broken = write_jsonl(tmp_path / "broken.jsonl", [*texts(), 7])
+    with pytest.raises(RowError):
+        run(tmp_path / "out", broken, overwrite=True, chunk_kb=1)
+    assert corpus_files(tmp_path / "out") == before
+    run(tmp_path / "out", broken, overwrite=True, on_error="skip")
+    assert len(IndexedCorpus.open(tmp_path / "out_text_document")) == len(texts())
+    assert (tmp_path / "out.rejected.jsonl").exists()
+    run(tmp_path / "out", source, overwrite=True)
+    assert corpus_files(tmp_path / "out") == before
 
 
 def test_output_that_exists_is_not_touched(tmp_path):

@@ -74,7 +74,6 @@ def load_bytes(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
         vocab_size=size,
         native=EngineRecipe("bytes", f"{_MODULE}:BytesEngine", {}),
         native_engine=BytesEngine(),
-        fast_unavailable="bytes need no engine",
         eod_id=size - 1 if eod_id is None else eod_id,
         control_ids=frozenset(range(256, size)),
         vocabulary_digest="bytes",
@@ -91,7 +90,6 @@ def load_numbers(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
         vocab_size=vocab_size,
         native=EngineRecipe("numbers", f"{_MODULE}:NumbersEngine", {"vocab_size": vocab_size}),
         native_engine=NumbersEngine(vocab_size=vocab_size),
-        fast_unavailable="numbers need no engine",
         eod_id=vocab_size - 1 if eod_id is None else eod_id,
         vocabulary_digest="numbers",
     )

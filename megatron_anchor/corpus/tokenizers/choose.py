@@ -169,8 +169,10 @@ def choose_engine(
         return tokenizer.native, f"engine {tokenizer.native.name}, as asked"
     if tokenizer.fast is None:
         if wanted == "gigatoken":
-            raise CorpusError(f"--engine gigatoken: {tokenizer.fast_unavailable}")
-        return tokenizer.native, f"engine {tokenizer.native.name}; {tokenizer.fast_unavailable}"
+            reason = tokenizer.fast_unavailable or "it does not serve this tokenizer"
+            raise CorpusError(f"--engine gigatoken: {reason}")
+        reason = f"; {tokenizer.fast_unavailable}" if tokenizer.fast_unavailable else ""
+        return tokenizer.native, f"engine {tokenizer.native.name}{reason}"
     difference = _difference(tokenizer, sample, threads=threads)
     if not difference:
         return (
