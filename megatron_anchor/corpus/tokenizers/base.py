@@ -113,3 +113,12 @@ def digest_of(*parts: bytes | str) -> str:
         digest.update(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part)
         digest.update(b"\x00")
     return digest.hexdigest()
+
+
+def affix_note(prefix: Sequence[int], suffix: Sequence[int]) -> str:
+    """What to tell of tokens that are set around every text."""
+    return (
+        f"the tokenizer's own post-processor sets {list(prefix)} before and {list(suffix)} after "
+        "every text, as Megatron's tool does; --tokenizer-hf-no-include-special-tokens leaves "
+        "them out"
+    )

@@ -148,7 +148,7 @@ def _file(path: str | None, flag: str) -> Path:
     if path is None:
         raise CorpusError(f"this tokenizer type needs {flag}")
     if not Path(path).is_file():
-        raise CorpusError(f"{flag} {path}: no such file")
+        raise CorpusError(f"{flag} {path}: expected a file; there is none of this name")
     return Path(path)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine, plain_text
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, digest_of
+from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.huggingface:TokenizersEngine"
 _EOS_NAMES = (
@@ -171,7 +171,7 @@ def _describe(
         suffix=suffix,
         control_ids=frozenset(control.values()),
         vocabulary_digest=digest_of(json.dumps(vocabulary, sort_keys=True)),
-        notes=(_affix_note(prefix, suffix),) if prefix or suffix else (),
+        notes=(affix_note(prefix, suffix),) if prefix or suffix else (),
     )
 
 
@@ -229,14 +229,6 @@ def _affixes(engine: TokenizersEngine, *, path: str) -> tuple[tuple[int, ...], t
             "leave it out with --tokenizer-hf-no-include-special-tokens"
         )
     return found.pop()
-
-
-def _affix_note(prefix: Sequence[int], suffix: Sequence[int]) -> str:
-    return (
-        f"the tokenizer's own post-processor sets {list(prefix)} before and {list(suffix)} after "
-        "every text, as Megatron's tool does; --tokenizer-hf-no-include-special-tokens leaves "
-        "them out"
-    )
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, digest_of
+from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.sentencepiece_model:SentencePieceEngine"
 
@@ -67,6 +67,7 @@ def load(path: Path, *, special: bool, affixes: bool = False) -> Tokenizer:
     control = frozenset(i for i in range(size) if library.is_control(i))
     bos, eos = library.bos_id(), library.eos_id()
     pieces = [library.id_to_piece(i) for i in range(size)]
+    prefix = (bos,) if affixes and bos >= 0 else ()
     user_defined = _user_defined(library, size)
     fast, reason = gigatoken_engine.recipe_from_sentencepiece(model)
     recipe = EngineRecipe("sentencepiece", _FACTORY, {"model": model})
@@ -80,10 +81,10 @@ def load(path: Path, *, special: bool, affixes: bool = False) -> Tokenizer:
         fast_unavailable=reason,
         eod_id=eos if eos >= 0 else None,
         bos_id=bos if bos >= 0 else None,
-        prefix=(bos,) if affixes and bos >= 0 else (),
+        prefix=prefix,
         control_ids=control,
         vocabulary_digest=digest_of(*pieces),
-        notes=(user_defined,) if user_defined else (),
+        notes=tuple(filter(None, (user_defined, affix_note(prefix, ()) if prefix else ""))),
     )
 
 
