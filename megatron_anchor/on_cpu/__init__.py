@@ -9,7 +9,7 @@ or speed.
 
 from typing import Any
 
-_originals: dict[str, Any] = {}
+_installers: list[Any] = []
 
 
 def enable(*, force: bool = False) -> None:
@@ -24,7 +24,7 @@ def enable(*, force: bool = False) -> None:
     Raises:
         RuntimeError: CUDA works here, and `force` is not given.
     """
-    if _originals:
+    if _installers:
         return
     import torch
 
@@ -40,4 +40,5 @@ def enable(*, force: bool = False) -> None:
 
     for setting in SETTINGS:
         setting.apply()
-    Installer(_originals).install(ROWS)
+    _installers.append(Installer())
+    _installers[0].install(ROWS)

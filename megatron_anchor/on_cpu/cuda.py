@@ -54,14 +54,6 @@ def _properties(device: Any = None) -> SimpleNamespace:
     )
 
 
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    torch.set_rng_state(new_state)
-
-
 _DEVICE = "Megatron insists on a CUDA device for every process"
 _RNG = "the CPU's generator stands in for the GPU's"
 _MEMORY = "there is no device memory to report or to free: all figures are 0"
@@ -79,10 +71,6 @@ ROWS = (
     _row("torch.cuda:set_device", _set_device, _DEVICE),
     _row("torch.cuda:device", Device, _DEVICE),
     _row("torch.cuda:get_device_properties", _properties, _DEVICE),
-    _row("torch.cuda.random:manual_seed", torch.default_generator.manual_seed, _RNG),
-    _row("torch.cuda.random:manual_seed_all", torch.default_generator.manual_seed, _RNG),
-    _row("torch.cuda.random:get_rng_state", _get_rng_state, _RNG),
-    _row("torch.cuda.random:set_rng_state", _set_rng_state, _RNG),
     _row("torch.cuda:default_generators", (torch.default_generator,) * 1024, _RNG),
     _row("torch.cuda.memory:memory_stats", lambda device=None: defaultdict(int), _MEMORY),
     _row("torch.cuda.memory:mem_get_info", lambda device=None: (0, 0), _MEMORY),

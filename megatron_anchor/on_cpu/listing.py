@@ -5,6 +5,14 @@ import textwrap
 from megatron_anchor.on_cpu.rows import ROWS
 from megatron_anchor.on_cpu.settings import SETTINGS
 
+_WRAPPER = textwrap.TextWrapper(
+    width=96,
+    initial_indent="  ",
+    subsequent_indent="  ",
+    break_long_words=False,
+    break_on_hyphens=False,
+)
+
 
 def grouped() -> list[tuple[str, str | None, list[str]]]:
     """Return (reason, host, targets) for every idea of the table, in its order."""
@@ -18,8 +26,7 @@ def as_text() -> str:
     """Return the table for a terminal."""
     lines = []
     for reason, host, targets in grouped():
-        lines += [f"{reason}  [{host or 'Python'}]"]
-        lines += textwrap.wrap(" ".join(targets), 96, initial_indent="  ", subsequent_indent="  ")
+        lines += [f"{reason}  [{host or 'Python'}]", *_WRAPPER.wrap(" ".join(targets))]
     lines.append("Settings of the process")
     lines += [f"  {setting.name}: {setting.reason}" for setting in SETTINGS]
     return "\n".join(lines)

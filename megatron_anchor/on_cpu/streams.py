@@ -1,8 +1,6 @@
 """Rows for CUDA streams and events: work is done when the call that starts it returns."""
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -86,11 +84,6 @@ class Event:
 _THE_STREAM = Stream()
 
 
-@contextlib.contextmanager
-def _on_stream(stream: Stream | None) -> Iterator[None]:
-    yield
-
-
 _REASON = "there are no streams: work is done when the call returns"
 
 
@@ -101,7 +94,6 @@ def _row(target: str, stand_in: Any) -> Row:
 ROWS = (
     _row("torch.cuda:Stream", Stream),
     _row("torch.cuda:Event", Event),
-    _row("torch.cuda:stream", _on_stream),
     _row("torch.cuda:set_stream", lambda stream: None),
     _row("torch.cuda:current_stream", lambda device=None: _THE_STREAM),
     _row("torch.cuda:default_stream", lambda device=None: _THE_STREAM),

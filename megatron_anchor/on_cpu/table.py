@@ -16,11 +16,11 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -80,38 +80,53 @@ def owner_of(row: Row) -> Any:
     return owner
 
 
+class Place(NamedTuple):
+    """A name that now holds a stand-in, and what it held before."""
+
+    owner: Any
+    name: str
+    original: Any
+
+
 @dataclass
 class Installer:
     """Installs rows once, now or as soon as their module is imported."""
 
-    originals: dict[str, Any]
-    """Target -> what stood there before, for every row installed so far."""
+    places: dict[str, list[Place]] = field(default_factory=dict)
+    """Target -> every place where it was replaced, for the rows installed so far."""
 
     def install(self, rows: Iterable[Row]) -> None:
         """Install rows of imported modules now, the others after their import."""
+        ready: list[Row] = []
         waiting: dict[str, list[Row]] = {}
-        ready = []
         for row in rows:
-            if row.module in sys.modules:
-                ready.append(row)
-            else:
-                waiting.setdefault(row.module, []).append(row)
+            where = ready if row.module in sys.modules else waiting.setdefault(row.module, [])
+            where.append(row)
         self._put(ready)
         if waiting:
             sys.meta_path.insert(0, _AfterImport(waiting, self._put))
 
     def _put(self, rows: Iterable[Row]) -> None:
-        copies: dict[int, tuple[Any, Any]] = {}
+        stand_ins: dict[int, tuple[Row, Any, Any]] = {}
         for row in rows:
-            if row.target in self.originals or not _host_fits(row):
+            if row.target in self.places or not _host_fits(row):
                 continue
-            owner = owner_of(row)
-            original = getattr(owner, row.path[-1])
+            owner, name = owner_of(row), row.path[-1]
+            original = getattr(owner, name)
             stand_in = row.replacement(original)
-            setattr(owner, row.path[-1], stand_in)
-            self.originals[row.target] = original
-            copies[id(original)] = (original, stand_in)
-        _replace_copies(copies)
+            setattr(owner, name, stand_in)
+            self.places[row.target] = [Place(owner, name, original)]
+            stand_ins[id(original)] = (row, original, stand_in)
+        self._put_copies(stand_ins)
+
+    def _put_copies(self, stand_ins: dict[int, tuple[Row, Any, Any]]) -> None:
+        """Put stand-ins also where `from module import name` kept the original."""
+        for module in list(sys.modules.values()):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                row, original, stand_in = stand_ins.get(id(value), (None, None, None))
+                if row is not None and original is value:
+                    setattr(module, name, stand_in)
+                    self.places[row.target].append(Place(module, name, original))
 
 
 def _version_of(row: Row) -> str:
@@ -133,15 +148,6 @@ def _host_fits(row: Row) -> bool:
     if not fits:
         _LOGGER.warning("%s stays: its row is for %s, found %s", row.target, row.host, found)
     return fits
-
-
-def _replace_copies(copies: dict[int, tuple[Any, Any]]) -> None:
-    """Put the stand-ins also where `from module import name` kept the original."""
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            found = copies.get(id(value))
-            if found is not None and found[0] is value:
-                setattr(module, name, found[1])
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

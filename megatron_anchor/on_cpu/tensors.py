@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from megatron_anchor.on_cpu.table import Row, instead
 
@@ -111,6 +112,8 @@ def onto_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def cpu_context(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap the constructor of a `with torch.device(...)` context."""
+    # The context knows the factories by identity: let it note them before they are replaced.
+    _device_constructors()
 
     @functools.wraps(original)
     def on_cpu(self: Any, device: Any) -> None:
@@ -133,6 +136,11 @@ def cpu_autocast(original: Callable[..., None]) -> Callable[..., None]:
 
 
 ROWS = (
+    Row(
+        target="torch.utils._device:DeviceContext.__init__",
+        replacement=cpu_context,
+        reason="`with torch.device('cuda')` and set_default_device make tensors on the CPU",
+    ),
     *(
         Row(
             target=f"torch:{name}",
@@ -178,11 +186,6 @@ ROWS = (
         target="torch:Tensor.type",
         replacement=cuda_type,
         reason="Megatron's optimizers accept only parameters typed torch.cuda.*Tensor",
-    ),
-    Row(
-        target="torch.utils._device:DeviceContext.__init__",
-        replacement=cpu_context,
-        reason="`with torch.device('cuda')` and set_default_device make tensors on the CPU",
     ),
     Row(
         target="torch.amp.autocast_mode:autocast.__init__",
