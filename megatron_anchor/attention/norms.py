@@ -19,7 +19,7 @@ class TorchNorm:
     A class and not a function because Megatron's ``build_module`` hands functions back uncalled.
     """
 
-    def __new__(
+    def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> torch.nn.Module:
         """Build a norm whose weights are marked for sequence parallelism where it is on.
@@ -44,5 +44,5 @@ class TorchNorm:
             )
         norm = NORMS[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import socket
 import traceback
@@ -48,7 +49,7 @@ def run_ranks(
             rank, result, error = results.get(timeout=timeout)
             if error:
                 raise RuntimeError(f"rank {rank} of {world_size} failed:\n{error}")
-            collected[rank] = result
+            collected[rank] = pickle.loads(result)
     except queue.Empty:
         raise RuntimeError(f"{world_size} ranks did not finish in {timeout} s") from None
     finally:
@@ -70,7 +71,8 @@ def _rank_main(
         "MASTER_PORT": str(port),
     }
     try:
-        results.put((rank, function(*args), None))
+        # Pickled by value here: the queue itself would share tensors' memory with a rank that ends.
+        results.put((rank, pickle.dumps(function(*args)), None))
     except BaseException:  # reported to the parent, which raises
         results.put((rank, None, traceback.format_exc()))
 

@@ -42,7 +42,7 @@ def world_size(layout):
     return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * layout.get("dp", 1)
 
 
-def build_model(tp, pp, cp, sp, vpp):
+def build_model(tp, pp, cp, sp, vpp, dtype=torch.float32):
     from megatron.core import mpu
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -69,7 +69,9 @@ def build_model(tp, pp, cp, sp, vpp):
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         transformer_impl="local",
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -110,10 +112,9 @@ def global_name(model, name):
     return ".".join(parts)
 
 
-def compare_with_hugging_face(layout, weights, gradients, logits):
-    """Run one layout on this rank; return the largest differences in logits and gradients."""
+def loaded_model(layout, weights, dtype=torch.float32):
+    """Set up a layout's groups and give this rank its chunks of the model with its weights."""
     from megatron.core import mpu
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     tp, pp, cp = (layout.get(x, 1) for x in ("tp", "pp", "cp"))
@@ -121,13 +122,22 @@ def compare_with_hugging_face(layout, weights, gradients, logits):
         dist.init_process_group(backend="gloo")
     mpu.initialize_model_parallel(tp, pp, layout.get("vpp"), context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1)
-    chunks = build_model(tp, pp, cp, layout.get("sp", False), layout.get("vpp"))
+    chunks = build_model(tp, pp, cp, layout.get("sp", False), layout.get("vpp"), dtype)
     shard = {"rank": mpu.get_tensor_model_parallel_rank(), "size": tp}
     with torch.no_grad():
         for chunk in chunks:
             for name, parameter in chunk.module.named_parameters():
                 full = weights[global_name(chunk.module, name)]
                 parameter.copy_(tiny_llama.tensor_parallel_shard(name, full, **shard))
+    return chunks, shard
+
+
+def compare_with_hugging_face(layout, weights, gradients, logits):
+    """Run one layout on this rank; return the largest differences in logits and gradients."""
+    from megatron.core import mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    chunks, shard = loaded_model(layout, weights)
     forward_backward, seen = get_forward_backward_func(), []
     common = {
         "model": chunks if len(chunks) > 1 else chunks[0],
@@ -276,3 +286,53 @@ def test_logits_and_gradients_equal_hugging_face_in_the_shared_form(ranks, truth
                 assert worst <= 1e-5, f"{name}: gradient of {key} differs by {worst} of its largest"
         print(f"{name}: logits {worst_logit:.1e}", end="; ")
         print(f"gradients {max(max(r[name][2].values()) for r in results):.1e}")
+
+
+def logits_of_rank(layout, weights, dtype):
+    """Give {sample: this context-parallel rank's piece of the logits}."""
+    chunks, _ = loaded_model(layout, weights, dtype)
+    pieces = {}
+    with torch.no_grad():
+        for numbers, _, batch in micro_batches(layout):
+            logits = chunks[0](
+                batch.tokens,
+                batch.packed.position_ids_Bs,
+                None,
+                packed_seq_params=batch.packed,
+            )
+            pieces |= {n: row.float() for n, row in zip(numbers, logits, strict=True)}
+    return pieces
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_model_logits_under_context_parallelism_have_the_bits_of_one_process(cp, dtype, truth):
+    (whole,) = run_ranks(logits_of_rank, 1, {}, truth[0], dtype)
+    pieces = run_ranks(logits_of_rank, cp, {"cp": cp}, truth[0], dtype)
+    for number, logits in whole.items():
+        together = torch.cat([rank[number] for rank in pieces])
+        worst = float((together - logits).abs().max())
+        assert torch.equal(together, logits), f"sample {number}: logits differ by {worst}"
+
+
+@pytest.mark.parametrize("wrong", ["positions count the anchor copies", "no document mask"])
+def test_a_wrong_layout_would_be_noticed(wrong, truth):
+    """Negative controls: the comparison above fails by far, so it can fail."""
+    example = EXAMPLES[2]
+    if wrong == "no document mask":
+        cu_seqlens = torch.tensor([0, S], dtype=torch.int32)
+        positions = example.position_ids
+    else:
+        cu_seqlens, positions = example.cu_seqlens, torch.arange(S)
+    (logits,) = run_ranks(logits_with, 1, truth[0], example.tokens, positions, cu_seqlens)
+    assert (logits - truth[2][2]).abs().max() > 0.1
+
+
+def logits_with(weights, tokens, positions, cu_seqlens):
+    """Run one process with the given positions and documents."""
+    from megatron_anchor.attention.packed import pack_micro_batch
+
+    chunks, _ = loaded_model({}, weights)
+    packed = pack_micro_batch(positions[None], cu_seqlens[None], seq_length=S)
+    with torch.no_grad():
+        return chunks[0](tokens[None], positions[None], None, packed_seq_params=packed)[0]

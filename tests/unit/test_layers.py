@@ -1,0 +1,43 @@
+"""Who may import what: the layers of the package, read from its sources."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import megatron_anchor
+
+PACKAGE = Path(megatron_anchor.__file__).parent
+KERNEL_LIBRARIES = ("transformer_engine", "flash_attn", "flash_attn_interface")
+
+ALLOWED = {
+    "megatron.training": ("training", "pretrain_gpt.py", "on_cpu", "compat.py"),
+    "megatron": ("attention", "packing", "training", "pretrain_gpt.py", "on_cpu", "compat.py"),
+    "megatron_anchor.training": ("training", "pretrain_gpt.py"),
+    "megatron_anchor.attention": ("attention", "training", "pretrain_gpt.py"),
+    **dict.fromkeys(KERNEL_LIBRARIES, ("attention/backends",)),
+}
+"""Import to the parts of the package that may have it, at the top or inside a function."""
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def modules_importing(name):
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if any(i == name or i.startswith(f"{name}.") for i in imports_of(path)):
+            yield path.relative_to(PACKAGE).as_posix()
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_only_the_right_layers_import(name):
+    users = list(modules_importing(name))
+    # The corpus tools may compare with Megatron's formats, nothing else of the host.
+    strangers = [user for user in users if not user.startswith(ALLOWED[name])]
+    assert not strangers, f"{strangers} must not import {name}"
+    assert users or name in KERNEL_LIBRARIES, f"nobody imports {name}: the rule is stale"
