@@ -40,7 +40,7 @@ from megatron.core.datasets.helpers import build_sample_idx  # noqa: E402
 from megatron.core.datasets.indexed_dataset import _IndexWriter  # noqa: E402
 
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig  # noqa: E402
-from megatron_anchor.packing.index import cut_into_samples  # noqa: E402
+from megatron_anchor.packing.index import concatenate  # noqa: E402
 
 ANCHOR, VOCAB_SIZE = 1, 32000
 
@@ -79,7 +79,7 @@ def benchmark_index(num_documents: int, sequence_length: int, repeats: int) -> d
     order = np.random.RandomState(0).permutation(num_documents).astype(np.int32)
     tokens = int(lengths.sum(dtype=np.int64))
     return measure(
-        lambda: cut_into_samples(
+        lambda: concatenate(
             order, lengths, sequence_length=sequence_length, slots=tokens + num_documents
         ),
         lambda: build_sample_idx(lengths, order, sequence_length, 1, tokens, True, True),

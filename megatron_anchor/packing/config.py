@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.utils import log_single_rank
 
+from megatron_anchor.packing.domains import check_format
+from megatron_anchor.packing.epochs import PACKINGS
+from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.packing.patterns import check_attention_pattern
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,32 @@ class PackedDatasetConfig(GPTDatasetConfig):
     """Size of the model's vocabulary, to refuse larger token ids. None = check for negatives only.
     """
 
+    packing: str = "concat"
+    """How documents become samples: one of PACKINGS."""
+
+    document_alignment: int = 1
+    """Each document slice takes a multiple of so many slots, filled at its end."""
+
+    document_lists: dict[str, str] | None = None
+    """Corpus prefix to the .npy of document ids (with repetitions) that make its training split's
+    epoch; "" = the only corpus. Validation and test read the corpus as it is."""
+
+    domain_tags: bool = False
+    """Whether the name of a document's domain stands behind its anchor; needs a `tokenizer` with
+    `tokenize`."""
+
+    domain_tag_format: str = "{domain}: "
+    """Text of a tag."""
+
+    interleaving: Interleaving | None = None
+    """Bounds of the chunks when the documents of a sample are interleaved; None = they are not."""
+
+    anchor_position: int = 0
+    """Position id of the anchor's copies under the pattern "anchor"."""
+
+    first_token_loss: bool = True
+    """Whether a document's first token is a target, predicted by its anchor (or tag)."""
+
     def __post_init__(self) -> None:
         """Check the settings.
 
@@ -79,6 +108,44 @@ class PackedDatasetConfig(GPTDatasetConfig):
             )
         self._check_token_id("anchor_token_id", self.anchor_token_id)
         self._check_token_id("pad_token_id", self.pad_token_id)
+        self._check_packing()
+        self._check_positions()
+
+    def _check_packing(self) -> None:
+        if self.packing not in PACKINGS:
+            raise ValueError(
+                f"got packing {self.packing!r}, expected one of {', '.join(PACKINGS)}; set "
+                "--packing"
+            )
+        alignment = self.document_alignment
+        if alignment < 1 or self.sequence_length % alignment:
+            raise ValueError(
+                f"got document_alignment {alignment}, expected a divisor of the sequence length "
+                f"{self.sequence_length}; set --document-alignment (or --seq-length)"
+            )
+        if self.domain_tags:
+            check_format(self.domain_tag_format)
+            if not hasattr(self.tokenizer, "tokenize"):
+                raise ValueError("--domain-tags needs a tokenizer that turns text into tokens")
+
+    def _check_positions(self) -> None:
+        if self.anchor_position < 0:
+            raise ValueError(
+                f"got anchor_position {self.anchor_position}, expected 0 or more; set "
+                "--anchor-position"
+            )
+        if self.anchor_position and self.attention_pattern != "anchor":
+            raise ValueError(
+                f"--anchor-position {self.anchor_position} has no meaning under "
+                f"--attention-pattern {self.attention_pattern}, where anchors are counted like "
+                "other slots; leave it out or set --attention-pattern anchor"
+            )
+        if self.interleaving and self.attention_pattern == "intra-document-reset":
+            raise ValueError(
+                "--interleave-chunks has no effect under --attention-pattern "
+                "intra-document-reset, where every document counts its positions alone: leave one "
+                "of them out"
+            )
 
     def _check_token_id(self, name: str, token_id: int) -> None:
         if token_id < 0 or (self.vocab_size is not None and token_id >= self.vocab_size):

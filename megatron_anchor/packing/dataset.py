@@ -8,8 +8,9 @@
         PackedDataset, [10_000, 100, None], lambda: True, config
     ).build()
 
-Which sample is which depends on the corpus, the seed, the sequence length and the anchor token,
-and on nothing else; one index serves all attention patterns and all parallel layouts.
+Which sample is which depends on the corpus (and its document list and tags, if used), the seed,
+the sequence length, the packing, the alignment and the anchor token, and on nothing else; one index
+serves all attention patterns and all parallel layouts.
 Cost: reading a sample of 131072 slots with 500 documents takes about a millisecond; the index is
 read from disk in all processes and takes 4 bytes a document and epoch and 20 bytes a sample.
 """
@@ -30,12 +31,15 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
+from megatron_anchor.packing.best_fit import fitted_pieces
 from megatron_anchor.packing.cache import StoredArrays, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
 from megatron_anchor.packing.corpus_files import inspect_corpus
 from megatron_anchor.packing.documents import Documents
-from megatron_anchor.packing.epochs import SamplePlan, plan_samples
-from megatron_anchor.packing.index import Pieces, pieces_of_documents
+from megatron_anchor.packing.domains import NO_TAGS, DomainTags, open_tags, tag_tokenizer
+from megatron_anchor.packing.epochs import PlanFigures, SamplePlan, plan_samples
+from megatron_anchor.packing.index import Pieces, concatenated_pieces
+from megatron_anchor.packing.interleave import interleave
 from megatron_anchor.packing.layout import lay_out
 from megatron_anchor.packing.vocabulary import find_token_outside, ids_are_inside
 
@@ -43,7 +47,7 @@ __all__ = ["PackedDataset", "PackedDatasetConfig"]
 
 logger = logging.getLogger(__name__)
 
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 """Part of every cache key; raised whenever the same settings would give other samples."""
 
 
@@ -88,6 +92,8 @@ class PackedDataset(MegatronDataset):
         )
         self.config: PackedDatasetConfig = config
         self._corpus = {"path": dataset_path, **inspect_corpus(dataset_path).identity}
+        self._tags, self._tags_identity = self._open_tags()
+        self._document_list = self._find_document_list()
         self._identify()
         self._own_anchors = self._load_own_anchors()
         self._plan = self._load_plan()
@@ -99,7 +105,10 @@ class PackedDataset(MegatronDataset):
                 "a larger share with --split, or another corpus"
             )
         log_single_rank(
-            logger, logging.INFO, f"> total number of packed samples: {self._num_samples}"
+            logger,
+            logging.INFO,
+            f"> {index_split.name} split of {dataset_path}: "
+            + self.figures.summary(sequence_length=config.sequence_length),
         )
 
     @staticmethod
@@ -133,7 +142,18 @@ class PackedDataset(MegatronDataset):
     @staticmethod
     def _key_config_attributes() -> list[str]:
         """Settings that the samples depend on (the pattern only says how they are read)."""
-        return ["random_seed", "sequence_length", "anchor_token_id"]
+        return [
+            "random_seed",
+            "sequence_length",
+            "anchor_token_id",
+            "packing",
+            "document_alignment",
+        ]
+
+    @property
+    def figures(self) -> PlanFigures:
+        """What the samples are made of, all epochs together."""
+        return PlanFigures(*self._plan["figures"].tolist())
 
     def __len__(self) -> int:
         """Number of samples, a partly filled last one included."""
@@ -154,6 +174,10 @@ class PackedDataset(MegatronDataset):
             anchor_token_id=self.config.anchor_token_id,
             pad_token_id=self.config.pad_token_id,
             attention_pattern=self.config.attention_pattern,
+            tags=self._tags,
+            anchor_position=self.config.anchor_position,
+            first_token_loss=self.config.first_token_loss,
+            order=self._interleaved(idx or 0, pieces),
         )
         if not ids_are_inside(arrays["tokens"], arrays["labels"], self.config.vocab_size):
             raise self._foreign_token_error(idx)
@@ -172,17 +196,36 @@ class PackedDataset(MegatronDataset):
             raise IndexError(f"sample {idx} of a dataset with {self._num_samples} samples")
         plan = self._plan
         sample = int(plan["shuffle_index"][idx])
-        (first, first_offset), (last, last_offset) = plan["sample_index"][sample : sample + 2]
-        documents = plan["document_index"][first : last + (last_offset > 0)].astype(np.int64)
+        (first, second), (last, next_second) = plan["sample_index"][sample : sample + 2]
+        concat = self.config.packing == "concat"
+        last += concat and next_second > 0
+        documents = plan["document_index"][first:last].astype(np.int64)
         table = Documents(self.dataset)
-        own_anchor = self._own_anchors["own_anchor"][documents]
-        begin = table.boundaries(documents) + own_anchor
-        return pieces_of_documents(
-            documents,
-            begin,
-            table.boundaries(documents + 1) - begin,
-            first_offset=first_offset,
-            last_offset=last_offset,
+        begin = table.boundaries(documents) + self._own_anchors["own_anchor"][documents]
+        content = table.boundaries(documents + 1) - begin
+        tag = self._tags.of(documents)
+        common: dict[str, Any] = {
+            "tag_P": tag,
+            "head_P": 1 + self._tags.lengths[tag],
+            "alignment": self.config.document_alignment,
+        }
+        if concat:
+            return concatenated_pieces(
+                documents, begin, content, first_offset=second, last_offset=next_second, **common
+            )
+        length = self.config.sequence_length
+        return fitted_pieces(
+            documents, begin, content, chunk=int(second), sequence_length=length, **common
+        )
+
+    def _interleaved(self, idx: int, pieces: Pieces) -> np.ndarray | None:
+        """The order of a sample's slots, the same on every rank and in every run; None = as is."""
+        if self.config.interleaving is None:
+            return None
+        return interleave(
+            pieces.head + pieces.length,
+            interleaving=self.config.interleaving,
+            random=np.random.default_rng([self.config.random_seed, idx % self._num_samples]),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -226,13 +269,77 @@ class PackedDataset(MegatronDataset):
     def _identify(self) -> None:
         """Extend Megatron's description of this dataset; it keys our index and blends of it."""
         self.unique_identifiers.update(
-            packing="concat",
             packing_version=PACKING_VERSION,
             corpus=self._corpus,
             documents=_describe_documents(self.indices),
+            document_list=_describe_file(self._document_list),
+            domain_tags=self._tags_identity,
         )
         self.unique_description = json.dumps(self.unique_identifiers, indent=4)
         self.unique_description_hash = _digest(self.unique_identifiers)
+
+    def _open_tags(self) -> tuple[DomainTags, dict[str, Any] | None]:
+        if not self.config.domain_tags:
+            return NO_TAGS, None
+        tags, identity = open_tags(
+            self.dataset_path,
+            tag_format=self.config.domain_tag_format,
+            tokenize=tag_tokenizer(
+                self.config.tokenizer, anchor_token_id=self.config.anchor_token_id
+            ),
+        )
+        if tags.longest + 2 > self.config.sequence_length:
+            raise ValueError(
+                f"a domain tag of the corpus {self.dataset_path} has {tags.longest} tokens, which "
+                f"leaves no room in samples of {self.config.sequence_length} slots; shorten "
+                "--domain-tag-format or raise --seq-length"
+            )
+        return tags, identity
+
+    def _report_tags(self, head_slots: np.ndarray) -> None:
+        """Warn of documents without a tag."""
+        if not self.config.domain_tags:
+            return
+        total = Documents(self.dataset).num_documents
+        untagged = total if len(head_slots) == 1 else int((head_slots == 1).sum())
+        if untagged:
+            logger.warning(
+                "%d of %d documents of the corpus %s have no known domain and get no tag%s",
+                untagged,
+                total,
+                self.dataset_path,
+                ": it has no .domains.npy beside it (tools/preprocess_data.py --domain-key)"
+                if len(head_slots) == 1
+                else "",
+            )
+
+    def _find_document_list(self) -> str | None:
+        """The document list of this corpus; only training reads it."""
+        lists = self.config.document_lists
+        if not lists or self.index_split is not Split.train:
+            return None
+        return lists.get(self.dataset_path, lists.get(""))
+
+    def _documents_of_an_epoch(self) -> np.ndarray:
+        """int32 documents of the split, or what the document list takes from them."""
+        if self._document_list is None:
+            return self.indices
+        # Here and not above: without a list nothing of the corpus tools is needed.
+        from megatron_anchor.corpus.upsampling import read_document_list
+
+        listed = read_document_list(self._document_list, self.dataset_path)
+        used = np.zeros(Documents(self.dataset).num_documents, dtype=np.bool_)
+        used[self.indices] = True
+        kept = listed[used[listed]].astype(np.int32)
+        if len(kept) < len(listed):
+            logger.warning(
+                "%d of %d entries of --document-list %s name documents of the validation or test "
+                "split and are left out of training (--split)",
+                len(listed) - len(kept),
+                len(listed),
+                self._document_list,
+            )
+        return kept
 
     def _load_own_anchors(self) -> StoredArrays:
         """Which documents of the corpus begin with the anchor token: bool [documents]."""
@@ -261,13 +368,18 @@ class PackedDataset(MegatronDataset):
 
         def build() -> dict[str, np.ndarray]:
             self._announce(f"{self.index_split.name} sample index")
-            own_anchor = self._own_anchors["own_anchor"]
+            table = Documents(self.dataset)
+            head_slots = self._tags.head_slots(table.num_documents)
+            self._report_tags(head_slots)
             return plan_samples(
-                self.indices,
-                Documents(self.dataset).content_lengths(own_anchor),
+                self._documents_of_an_epoch(),
+                table.content_lengths(self._own_anchors["own_anchor"]),
                 sequence_length=self.config.sequence_length,
                 num_samples=self.num_samples,
                 random_seed=self.config.random_seed,
+                packing=self.config.packing,
+                head_slots_D=head_slots,
+                alignment=self.config.document_alignment,
             )._asdict()
 
         return load_or_build(
@@ -306,6 +418,16 @@ def _describe_documents(indices: np.ndarray) -> list[int] | str:
     if last - first + 1 == len(indices) and (indices[1:] > indices[:-1]).all():
         return [first, last + 1]
     return hashlib.sha256(indices.tobytes()).hexdigest()
+
+
+def _describe_file(path: str | None) -> dict[str, Any] | None:
+    """Path, size and time of the last change: other contents give another description."""
+    if path is None:
+        return None
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"--document-list {path} not found")
+    stat = os.stat(path)
+    return {"path": path, "size": stat.st_size, "changed_ns": stat.st_mtime_ns}
 
 
 def _digest(description: Mapping[str, Any]) -> str:

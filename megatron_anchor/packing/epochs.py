@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_anchor.packing.index import count_slots, cut_into_samples
+from megatron_anchor.packing.best_fit import fit
+from megatron_anchor.packing.index import ANCHOR_ALONE, Packed, concatenate, count_slots
 
 SEPARATE_FINAL_EPOCH_BELOW = 0.80
 """Share of the last epoch's samples under which it is kept apart (Megatron's threshold)."""
@@ -22,11 +23,47 @@ class SamplePlan(NamedTuple):
     """All that says which sample is which; each field is stored as one array."""
 
     document_index: np.ndarray
-    """int32 [O], documents in reading order."""
+    """int32 [O], documents sample by sample."""
     sample_index: np.ndarray
-    """int64 [N + 1, 2], where samples begin (see `index`)."""
+    """int64 [N + 1, 2], where samples begin (see `index` and `best_fit`)."""
     shuffle_index: np.ndarray
     """uint32 or int64 [N], the sample behind each number that a user asks for."""
+    figures: np.ndarray
+    """int64 [5], the fields of `PlanFigures`."""
+
+
+class PlanFigures(NamedTuple):
+    """What the samples of a plan, all epochs together, are made of."""
+
+    samples: int
+    slices: int
+    """document slices in all samples"""
+    cut_documents: int
+    """documents (counted once an epoch) with more than one slice"""
+    occupied: int
+    """slots that hold heads and tokens"""
+    fewest_samples: int
+    """lower bound on the samples that any packing of this kind needs"""
+
+    @property
+    def above_lower_bound(self) -> float:
+        """Share of samples more than the lower bound."""
+        return self.samples / self.fewest_samples - 1
+
+    def summary(self, *, sequence_length: int) -> str:
+        """One line for the log."""
+        if not self.samples:
+            return "no samples"
+        padding = 1 - self.occupied / (self.samples * sequence_length)
+        return (
+            f"{self.slices} document slices in {self.samples} samples "
+            f"({self.slices / self.samples:.1f} a sample; {self.cut_documents} documents cut), "
+            f"padding {padding:.2%}, {self.above_lower_bound:.2%} more samples than the lower bound"
+        )
+
+
+PACKINGS = ("concat", "best-fit")
+"""Values of --packing: cut documents where samples end, or cut none that fits in a sample."""
 
 
 def plan_samples(
@@ -36,44 +73,93 @@ def plan_samples(
     sequence_length: int,
     num_samples: int | None,
     random_seed: int,
+    packing: str = "concat",
+    head_slots_D: np.ndarray = ANCHOR_ALONE,
+    alignment: int = 1,
 ) -> SamplePlan:
-    """Order the documents, cut them into samples and order these.
+    """Order the documents, pack them into samples and order these.
 
     Args:
-        documents: int32, numbers of the documents to use (one epoch); where none has content
-            there are no samples, whatever `num_samples` says.
+        documents: int32, numbers of the documents to use (one epoch), repeated ones as often as
+            they stand there; where none has content there are no samples, whatever `num_samples`
+            says.
         content_lengths_D: int32 tokens of every document of the corpus behind its anchor.
         sequence_length: S, slots of a sample.
         num_samples: samples needed, from as many epochs as that takes; None = one epoch.
         random_seed: seed of all shuffling.
+        packing: one of PACKINGS.
+        head_slots_D: int32 slots in front of every document's first token, or one number for all.
+        alignment: each document slice takes a multiple of it.
     """
-    slots = count_slots(documents, content_lengths_D)
+    slots = count_slots(documents, content_lengths_D, head_slots_D, alignment)
     if slots == 0:
-        return SamplePlan(documents[:0], np.zeros((1, 2), np.int64), np.zeros(0, np.uint32))
-    # Cutting repeats up to one anchor a sample, so this many epochs may do, but need not.
-    num_epochs = max(1, ((num_samples or 0) - 1) * (sequence_length - 1) // slots + 1)
+        nothing = np.zeros(len(PlanFigures._fields), np.int64)
+        return SamplePlan(
+            documents[:0], np.zeros((1, 2), np.int64), np.zeros(0, np.uint32), nothing
+        )
+
+    def pack(order: np.ndarray) -> Packed:
+        if packing == "best-fit":
+            return fit(
+                order,
+                content_lengths_D,
+                sequence_length=sequence_length,
+                head_slots_D=head_slots_D,
+                alignment=alignment,
+            )
+        return concatenate(
+            order,
+            content_lengths_D,
+            sequence_length=sequence_length,
+            slots=slots * (len(order) // len(documents)),
+            head_slots_D=head_slots_D,
+            alignment=alignment,
+        )
+
+    # Samples hold at least so many slots of whole documents (the others are repeated heads and
+    # padding), so this many epochs may do, but need not.
+    least = sequence_length - 2 * int(head_slots_D.max()) - alignment + 2
+    if packing == "best-fit":
+        least = sequence_length // 2
+    num_epochs = max(1, ((num_samples or 0) - 1) * max(1, least) // slots + 1)
     while True:
         random_state = np.random.RandomState(random_seed)
         separate = num_samples is not None and _separates_final_epoch(
             slots, num_epochs, sequence_length=sequence_length, num_samples=num_samples
         )
         document_index = order_documents(documents, num_epochs, separate, random_state)
-        sample_index = cut_into_samples(
-            document_index,
-            content_lengths_D,
-            sequence_length=sequence_length,
-            slots=slots * num_epochs,
-        )
-        total = len(sample_index) - 1
+        final_epoch = (num_epochs - 1) * len(documents)
+        if separate and packing == "best-fit":
+            # Windows are packed by size, not in order: keep the last epoch out of them.
+            parts = [pack(document_index[:final_epoch]), pack(document_index[final_epoch:])]
+            packed, shuffled_first = _join(*parts), len(parts[0].sample_index) - 1
+        else:
+            packed = pack(document_index)
+            shuffled_first = len(packed.sample_index) - 1
+            if separate:
+                shuffled_first = int(np.searchsorted(packed.sample_index[:-1, 0], final_epoch))
+        total = len(packed.sample_index) - 1
         if num_samples is None or total >= num_samples:
             break
         num_epochs = -(-num_epochs * num_samples // total)
-    shuffled_first = total
-    if separate:
-        final_epoch = (num_epochs - 1) * len(documents)
-        shuffled_first = int(np.searchsorted(sample_index[:-1, 0], final_epoch))
+    figures = PlanFigures(
+        total, packed.slices, packed.cut_documents, packed.occupied, packed.fewest_samples
+    )
     return SamplePlan(
-        document_index, sample_index, order_samples(shuffled_first, total, random_state)
+        packed.document_index,
+        packed.sample_index,
+        order_samples(shuffled_first, total, random_state),
+        np.array(figures, dtype=np.int64),
+    )
+
+
+def _join(first: Packed, second: Packed) -> Packed:
+    """The samples of both, one after another."""
+    later = second.sample_index + np.array([len(first.document_index), 0])
+    return Packed(
+        np.concatenate([first.document_index, second.document_index]),
+        np.concatenate([first.sample_index[:-1], later]),
+        *(a + b for a, b in zip(first[2:], second[2:], strict=True)),
     )
 
 

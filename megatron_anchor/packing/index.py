@@ -1,13 +1,14 @@
-"""Greedy concat packing: where every sample begins, and which document slices it holds.
+"""Concat packing: where every sample begins, and which document slices it holds.
 
-The documents are read in a given order and laid end to end, each behind a copy of the anchor; a
-document is cut where a sample of S slots is full and goes on, behind another copy of the anchor,
-in the next sample. Only the beginnings of the samples are stored (16 bytes a sample); a place in
-the stream is the pair
+The documents are read in a given order and laid end to end, each behind its head (a copy of the
+anchor, and the domain's tag if there is one); a document is cut where a sample of S slots is full
+and goes on, behind another head, in the next sample. Where not even a head fits the sample is
+padded. Only the beginnings of the samples are stored (16 bytes a sample); a place in the stream is
+the pair
 
     (position, offset)    position  the document's place in the order
-                          offset    how many of its slots earlier samples hold, the anchor counted
-                                    once: 0 = not begun, 1 = its anchor only, 1 + n = n tokens
+                          offset    0 = not begun, 1 + n = earlier samples hold its head and n of
+                                    its tokens
 
 Cutting costs one pass over the documents (about 10 ns each), whatever the number of tokens.
 
@@ -23,11 +24,15 @@ from megatron_anchor.packing.compiled import compiled
 GATHERED_AT_ONCE = 1024
 """Lengths fetched together: the loads do not wait for the cutting, nor for each other."""
 
+ANCHOR_ALONE = np.ones(1, dtype=np.int32)
+"""Heads of documents without tags: one slot, the anchor, for all of them."""
+
 
 class Pieces(NamedTuple):
     """The slices of documents that make one sample, in order; every field is an array [P].
 
-    Slots of piece p: one copy of the anchor, then `length[p]` tokens of the document.
+    Slots of piece p: a copy of the anchor, the tag's tokens if any, `length[p]` tokens of the
+    document, and `filling[p]` slots that bring the piece to the document alignment.
     """
 
     document: np.ndarray
@@ -35,11 +40,17 @@ class Pieces(NamedTuple):
     start: np.ndarray
     """int64, place in the .bin (in tokens) of the slice's first token."""
     length: np.ndarray
-    """int64, tokens of the slice; 0 where a sample ends right behind a document's anchor."""
+    """int64, tokens of the slice; 0 where a sample ends right behind a document's head."""
     anchor_has_target: np.ndarray
     """bool, False where the slice continues a document: its first token was a target before."""
     last_has_target: np.ndarray
     """bool, True where the document goes on: its next token is the label of the last slot."""
+    tag: np.ndarray
+    """int64, number of the domain's tag; 0 = none."""
+    head: np.ndarray
+    """int64, slots in front of the slice's first token: the anchor and the tag."""
+    filling: np.ndarray
+    """int64, slots behind the slice that hold nothing."""
 
     @property
     def tokens_read(self) -> np.ndarray:
@@ -47,19 +58,53 @@ class Pieces(NamedTuple):
         return self.length + self.last_has_target
 
 
+class Packed(NamedTuple):
+    """Samples made of documents, and what it took."""
+
+    document_index: np.ndarray
+    """int32, documents sample by sample."""
+    sample_index: np.ndarray
+    """int64 [N + 1, 2], where samples begin in it; the second column means what the packing says.
+    """
+    slices: int
+    """document slices in all samples"""
+    cut_documents: int
+    """documents with more than one slice"""
+    occupied: int
+    """slots that hold heads and tokens"""
+    fewest_samples: int
+    """lower bound on the samples that any packing of this kind needs"""
+
+
 @compiled
-def count_slots(document_index_O: np.ndarray, content_lengths_D: np.ndarray) -> int:
-    """Slots that the documents take when none is cut: tokens and one anchor each.
+def aligned(slots: int, alignment: int) -> int:
+    """The next multiple of the alignment."""
+    return (slots + alignment - 1) // alignment * alignment
+
+
+@compiled
+def count_slots(
+    document_index_O: np.ndarray,
+    content_lengths_D: np.ndarray,
+    head_slots_D: np.ndarray = ANCHOR_ALONE,
+    alignment: int = 1,
+) -> int:
+    """Slots that the documents take when none is cut: head, tokens and filling.
 
     Args:
         document_index_O: int32 numbers of the documents.
         content_lengths_D: int32 tokens of every document behind its anchor; 0 = takes no slots.
+        head_slots_D: int32 slots of every document's head, or one number for all of them.
+        alignment: each document takes a multiple of it.
     """
+    same_head = len(head_slots_D) == 1
     slots = 0
     for position in range(len(document_index_O)):
-        content = content_lengths_D[document_index_O[position]]
+        document = document_index_O[position]
+        content = content_lengths_D[document]
         if content > 0:
-            slots += content + 1
+            head = head_slots_D[0] if same_head else head_slots_D[document]
+            slots += aligned(content + head, alignment)
     return slots
 
 
@@ -67,98 +112,192 @@ def count_slots(document_index_O: np.ndarray, content_lengths_D: np.ndarray) -> 
 def _cut(
     document_index_O: np.ndarray,
     content_lengths_D: np.ndarray,
+    head_slots_D: np.ndarray,
     sequence_length: int,
+    alignment: int,
     sample_index: np.ndarray,
-) -> int:
-    """Fill `sample_index` (rows: sample, columns: position and offset); return the samples."""
+) -> tuple[int, int, int, int]:
+    """Fill `sample_index`; return the samples, slices, cut documents and occupied slots.
+
+    Samples are -1 where `sample_index` is too small.
+    """
     sample = 0
     filled = 0  # slots of the sample at hand; 0 = its beginning is not recorded yet
+    slices = cut_documents = occupied = 0
+    same_head = len(head_slots_D) == 1
+    head = int(head_slots_D[0])
     gathered = np.empty(GATHERED_AT_ONCE, dtype=content_lengths_D.dtype)
     for block in range(0, len(document_index_O), GATHERED_AT_ONCE):
         block_size = min(GATHERED_AT_ONCE, len(document_index_O) - block)
         for i in range(block_size):
             gathered[i] = content_lengths_D[document_index_O[block + i]]
         for i in range(block_size):
-            content = gathered[i]
+            content = int(gathered[i])
             if content <= 0:
                 continue
+            if not same_head:
+                head = int(head_slots_D[document_index_O[block + i]])
             if filled == 0:
                 sample_index[sample, 0] = block + i
                 sample_index[sample, 1] = 0
-            slots = content + 1  # that the rest of the document needs
-            offset = 0
-            while filled + slots > sequence_length:
-                taken = sequence_length - filled
-                offset += taken if offset == 0 else taken - 1  # a repeated anchor counts once
-                slots = content + 2 - offset
+            rest = content  # tokens that no sample holds yet
+            pieces = 1
+            while aligned(head + rest, alignment) > sequence_length - filled:
+                taken = sequence_length - filled - head
+                offset = 0
+                if taken >= 0:
+                    rest -= taken
+                    pieces += 1
+                if pieces > 1:
+                    offset = 1 + content - rest
                 sample += 1
+                if sample + 1 >= len(sample_index):
+                    return -1, 0, 0, 0
                 sample_index[sample, 0] = block + i
                 sample_index[sample, 1] = offset
                 filled = 0
-            filled += slots
+            filled += aligned(head + rest, alignment)
+            slices += pieces
+            cut_documents += pieces > 1
+            occupied += content + pieces * head
             if filled == sequence_length:
                 sample += 1
+                if sample + 1 >= len(sample_index):
+                    return -1, 0, 0, 0
                 filled = 0
     if filled > 0:
         sample += 1
     sample_index[sample, 0] = len(document_index_O)
     sample_index[sample, 1] = 0
-    return sample
+    return sample, slices, cut_documents, occupied
 
 
-def cut_into_samples(
-    document_index_O: np.ndarray, content_lengths_D: np.ndarray, *, sequence_length: int, slots: int
-) -> np.ndarray:
+def concatenate(
+    document_index_O: np.ndarray,
+    content_lengths_D: np.ndarray,
+    *,
+    sequence_length: int,
+    slots: int,
+    head_slots_D: np.ndarray = ANCHOR_ALONE,
+    alignment: int = 1,
+) -> Packed:
     """Cut the stream of documents into samples; the last one may be partly filled.
 
     Args:
         document_index_O: int32 documents in reading order.
         content_lengths_D: int32 tokens of every document behind its anchor; a document with none
             (empty, or nothing but an anchor of its own) takes no slots.
-        sequence_length: S, slots of a sample, at least 2.
+        sequence_length: S, slots of a sample, a multiple of `alignment`, more than any head takes.
         slots: `count_slots` of these documents (does not depend on their order).
+        head_slots_D: int32 slots of every document's head, or one number for all of them.
+        alignment: each slice takes a multiple of it.
 
     Returns:
-        int64 [N + 1, 2]: (position, offset) where each sample begins, then the stream's end.
+        Samples; the rows of `sample_index` are (position, offset) where each sample begins, then
+        the stream's end. `document_index` is `document_index_O` itself.
     """
-    # Every sample but the last is full, and at most one slot of it repeats an anchor.
-    most = -(-slots // (sequence_length - 1))
-    sample_index = np.empty((most + 1, 2), dtype=np.int64)
-    samples = _cut(document_index_O, content_lengths_D, sequence_length, sample_index)
-    return sample_index[: samples + 1]
+    # Without tags and alignment every sample but the last is full, and at most one slot of it
+    # repeats an anchor. Else samples lose more, seldom much; then once again with more room.
+    most = -(-slots // (sequence_length - 1)) + 2
+    while True:
+        sample_index = np.empty((most + 1, 2), dtype=np.int64)
+        samples, slices, cut, occupied = _cut(
+            document_index_O,
+            content_lengths_D,
+            head_slots_D,
+            sequence_length,
+            alignment,
+            sample_index,
+        )
+        if samples >= 0:
+            break
+        most *= 2
+    return Packed(
+        document_index=document_index_O,
+        sample_index=sample_index[: samples + 1],
+        slices=slices,
+        cut_documents=cut,
+        occupied=occupied,
+        fewest_samples=-(-slots // sequence_length),
+    )
 
 
-def pieces_of_documents(
+def concatenated_pieces(
     document_P: np.ndarray,
     begin_P: np.ndarray,
     content_P: np.ndarray,
     *,
     first_offset: int,
     last_offset: int,
+    tag_P: np.ndarray | None = None,
+    head_P: np.ndarray | None = None,
+    alignment: int = 1,
 ) -> Pieces:
-    """The slices of one sample that holds the given documents, in order.
+    """The slices of one sample of `concatenate` that holds the given documents, in order.
 
     Args:
         document_P: int64 documents from the one where the sample begins to the one where it ends.
         begin_P: int64 place in the .bin (in tokens) of each document's first token behind its
             anchor.
         content_P: int64 tokens of each document behind its anchor.
-        first_offset: slots of the first document that earlier samples hold.
-        last_offset: slots of the last document that this and earlier samples hold; 0 = all.
+        first_offset: of the first document, what earlier samples hold (see the file's head).
+        last_offset: of the last document, what this and earlier samples hold; 0 = all.
+        tag_P: int64 number of each document's tag; None = none has one.
+        head_P: int64 slots of each document's head; None = the anchor.
+        alignment: each slice takes a multiple of it.
     """
-    slots_P = content_P + 1
-    from_P = np.zeros_like(slots_P)
-    from_P[:1] = first_offset
-    to_P = slots_P.copy()
+    skipped_P = np.zeros_like(content_P)
+    skipped_P[:1] = max(first_offset - 1, 0)
+    end_P = content_P.copy()
     if last_offset:
-        to_P[-1] = last_offset
-    skipped_P = np.maximum(from_P - 1, 0)
+        end_P[-1] = last_offset - 1
+    begun_P = np.zeros(len(content_P), dtype=np.bool_)
+    begun_P[:1] = first_offset > 0
+    return make_pieces(
+        document_P,
+        begin_P,
+        content_P,
+        skipped_P=skipped_P,
+        length_P=end_P - skipped_P,
+        begun_P=begun_P,
+        tag_P=tag_P,
+        head_P=head_P,
+        alignment=alignment,
+    )
+
+
+def make_pieces(
+    document_P: np.ndarray,
+    begin_P: np.ndarray,
+    content_P: np.ndarray,
+    *,
+    skipped_P: np.ndarray,
+    length_P: np.ndarray,
+    begun_P: np.ndarray,
+    tag_P: np.ndarray | None,
+    head_P: np.ndarray | None,
+    alignment: int,
+) -> Pieces:
+    """Slices of `length_P` tokens behind the first `skipped_P` of each document.
+
+    Args:
+        begun_P: bool, whether another sample holds the document's head and beginning.
+
+    The other arguments are those of `concatenated_pieces`. Documents without content are left out.
+    """
+    if head_P is None:
+        head_P = np.ones_like(content_P)
+    if tag_P is None:
+        tag_P = np.zeros_like(content_P)
     pieces = Pieces(
         document=document_P,
         start=begin_P + skipped_P,
-        length=to_P - 1 - skipped_P,
-        anchor_has_target=from_P == 0,
-        last_has_target=to_P < slots_P,
+        length=length_P,
+        anchor_has_target=~begun_P,
+        last_has_target=skipped_P + length_P < content_P,
+        tag=tag_P,
+        head=head_P,
+        filling=-(head_P + length_P) % alignment,
     )
     used_P = content_P > 0
     return pieces if used_P.all() else Pieces(*(field[used_P] for field in pieces))

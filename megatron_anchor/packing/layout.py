@@ -20,6 +20,7 @@ Legend: S slots of the sample, P pieces (document slices), L entries of cu_seqle
 import numpy as np
 
 from megatron_anchor.packing.compiled import compiled
+from megatron_anchor.packing.domains import NO_TAGS, DomainTags
 from megatron_anchor.packing.index import Pieces
 from megatron_anchor.packing.patterns import check_attention_pattern
 
@@ -41,6 +42,10 @@ def lay_out(
     anchor_token_id: int,
     pad_token_id: int,
     attention_pattern: str,
+    tags: DomainTags = NO_TAGS,
+    anchor_position: int = 0,
+    first_token_loss: bool = True,
+    order: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Build the arrays of one sample.
 
@@ -50,9 +55,18 @@ def lay_out(
         pieces: the slices; together they take at most S slots.
         sequence_length: S.
         anchor_token_id: put at the head of each slice.
-        pad_token_id: put behind the last slice; such slots have no target and position 0 (under
-            "full" positions go on), and make a segment of their own (but not under "full").
+        pad_token_id: put where a slice is filled and behind the last one; such slots have no
+            target and position 0. What is behind the last slice is a segment of its own. Under
+            "full" all padding is at the sample's end (it would be visible elsewhere), positions
+            go on and there is one segment.
         attention_pattern: one of ATTENTION_PATTERNS.
+        tags: what stands between the anchor and the first token where `pieces.tag` says so;
+            such tokens are never targets.
+        anchor_position: position id of the anchor's copies under "anchor".
+        first_token_loss: whether the first token of a document is a target, predicted by its head.
+        order: int64 [filled slots], the order in which `interleave` puts the slots (without any
+            padding); None = as they are. Masked patterns take only the positions from it, "full"
+            moves the slots with their labels.
 
     Returns:
         tokens, labels (0 where masked), position_ids: int64 [S]; loss_mask: float32 [S];
@@ -60,9 +74,10 @@ def lay_out(
         (slices), num_padding (slots): int32 scalars (0-d arrays).
     """
     check_attention_pattern(attention_pattern)
-    num_documents = len(pieces.length)
-    filled = int(pieces.length.sum()) + num_documents
-    assert filled <= sequence_length, f"pieces of {filled} slots in a sample of {sequence_length}"
+    slots_P = pieces.head + pieces.length
+    num_documents, filled = len(slots_P), int(slots_P.sum())
+    taken = filled + int(pieces.filling.sum())
+    assert taken <= sequence_length, f"pieces of {taken} slots in a sample of {sequence_length}"
     ends = pieces.start + pieces.tokens_read
     assert num_documents == 0 or (pieces.start.min() >= 0 and ends.max() <= len(text))
     tokens_S = np.empty(sequence_length, dtype=np.int64)
@@ -72,9 +87,12 @@ def lay_out(
         text,
         pieces.start,
         pieces.length,
-        pieces.anchor_has_target,
-        pieces.last_has_target,
+        pieces.anchor_has_target & first_token_loss,
+        pieces.last_has_target & (first_token_loss | (pieces.length > 0)),
         anchor_token_id,
+        tags.tokens,
+        tags.begins[pieces.tag],
+        tags.lengths[pieces.tag],
         tokens_S,
         labels_S,
         loss_mask_S,
@@ -86,11 +104,29 @@ def lay_out(
     cu_seqlens_L[0] = 0
     if attention_pattern == "full":
         position_ids_S = np.arange(sequence_length, dtype=np.int64)
+        if order is not None:
+            for array_S in (tokens_S, labels_S, loss_mask_S):
+                array_S[:filled] = array_S[order]
     else:
-        np.cumsum(pieces.length + 1, out=cu_seqlens_L[1 : num_documents + 1])
+        borders = np.concatenate(([0], np.cumsum(slots_P)))
         position_ids_S = positions(
-            cu_seqlens_L[: num_documents + 1], sequence_length, attention_pattern=attention_pattern
+            borders,
+            sequence_length,
+            attention_pattern=attention_pattern,
+            anchor_position=anchor_position,
+            order=order,
         )
+        np.cumsum(slots_P + pieces.filling, out=cu_seqlens_L[1 : num_documents + 1])
+        if taken > filled:
+            _spread(
+                borders,
+                cu_seqlens_L[: num_documents + 1],
+                pad_token_id,
+                tokens_S,
+                labels_S,
+                loss_mask_S,
+                position_ids_S,
+            )
     return {
         "tokens": tokens_S,
         "labels": labels_S,
@@ -104,24 +140,66 @@ def lay_out(
 
 
 def positions(
-    document_borders: np.ndarray, sequence_length: int, *, attention_pattern: str
+    document_borders: np.ndarray,
+    sequence_length: int,
+    *,
+    attention_pattern: str,
+    anchor_position: int = 0,
+    order: np.ndarray | None = None,
 ) -> np.ndarray:
     """int64 [S] position ids of a masked pattern; 0 behind the last document.
 
     Args:
-        document_borders: int32 [P + 1], slots where the document slices begin, and the end.
+        document_borders: integers [P + 1], slots where the document slices begin, and the end.
         sequence_length: S.
         attention_pattern: a masked one (not "full").
+        anchor_position: position of the anchor's copies under "anchor".
+        order: as in `lay_out`.
     """
     position_ids_S = np.empty(sequence_length, dtype=np.int64)
-    _write_positions(
-        document_borders,
-        attention_pattern == "anchor",
-        attention_pattern == "intra-document-reset",
-        position_ids_S,
-    )
-    position_ids_S[document_borders[-1] :] = 0
+    filled = int(document_borders[-1])
+    if order is None or attention_pattern == "intra-document-reset":
+        _write_positions(
+            document_borders,
+            attention_pattern == "anchor",
+            attention_pattern == "intra-document-reset",
+            position_ids_S,
+        )
+    else:
+        counted = np.ones(filled, dtype=np.int64)
+        if attention_pattern == "anchor":
+            counted[document_borders[:-1]] = 0
+        position_ids_S[order] = np.cumsum(counted[order]) - (attention_pattern != "anchor")
+    if attention_pattern == "anchor":
+        position_ids_S[document_borders[:-1]] = anchor_position
+    position_ids_S[filled:] = 0
     return position_ids_S
+
+
+@compiled
+def _spread(
+    borders: np.ndarray,
+    filled_borders: np.ndarray,
+    pad_token_id: int,
+    tokens_S: np.ndarray,
+    labels_S: np.ndarray,
+    loss_mask_S: np.ndarray,
+    position_ids_S: np.ndarray,
+) -> None:
+    """Move each slice from `borders` to `filled_borders`, the last one first; pad the gaps."""
+    for piece in range(len(borders) - 2, -1, -1):
+        slots = borders[piece + 1] - borders[piece]
+        old, new = borders[piece], filled_borders[piece]
+        for i in range(slots - 1, -1, -1):
+            tokens_S[new + i] = tokens_S[old + i]
+            labels_S[new + i] = labels_S[old + i]
+            loss_mask_S[new + i] = loss_mask_S[old + i]
+            position_ids_S[new + i] = position_ids_S[old + i]
+        for slot in range(new + slots, filled_borders[piece + 1]):
+            tokens_S[slot] = pad_token_id
+            labels_S[slot] = 0
+            loss_mask_S[slot] = 0.0
+            position_ids_S[slot] = 0
 
 
 @compiled
@@ -129,17 +207,27 @@ def _write_tokens(
     text: np.ndarray,
     start_P: np.ndarray,
     length_P: np.ndarray,
-    anchor_has_target_P: np.ndarray,
+    head_has_target_P: np.ndarray,
     last_has_target_P: np.ndarray,
     anchor_token_id: int,
+    tag_tokens: np.ndarray,
+    tag_begin_P: np.ndarray,
+    tag_length_P: np.ndarray,
     tokens_S: np.ndarray,
     labels_S: np.ndarray,
     loss_mask_S: np.ndarray,
 ) -> None:
-    """Write the slots of all pieces: the anchor, then the tokens; each slot's label is the next."""
-    head = 0
+    """Write the slots of all pieces: anchor, tag, then the tokens; a slot's label is the next."""
+    slot = 0
     for piece in range(len(start_P)):
         start, length = start_P[piece], length_P[piece]
+        tokens_S[slot] = anchor_token_id
+        for i in range(tag_length_P[piece]):
+            labels_S[slot] = 0
+            loss_mask_S[slot] = 0.0
+            slot += 1
+            tokens_S[slot] = tag_tokens[tag_begin_P[piece] + i]
+        head = slot  # the last slot before the document's first token
         tail = head + length  # the piece's last slot
         # Plain loops over slices become vector instructions; indices with an offset do not.
         source = text[start : start + length]
@@ -151,8 +239,7 @@ def _write_tokens(
             targets[i] = source[i]
         for i in range(len(source)):
             counted[i] = 1.0
-        tokens_S[head] = anchor_token_id
-        if not anchor_has_target_P[piece]:
+        if not head_has_target_P[piece]:
             labels_S[head] = 0
             loss_mask_S[head] = 0.0
         if last_has_target_P[piece]:
@@ -161,7 +248,7 @@ def _write_tokens(
         else:
             labels_S[tail] = 0
             loss_mask_S[tail] = 0.0
-        head = tail + 1
+        slot = tail + 1
 
 
 @compiled

@@ -3,7 +3,7 @@
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_anchor.corpus.manifest import DomainCount, KeyManifest
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 
 ANCHOR, PAD, VOCAB_SIZE = 1, 0, 60000
@@ -18,71 +19,164 @@ TENSOR_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
 SCALAR_FIELDS = ("max_seqlen", "num_documents", "num_padding")
 
 
-def pack(documents: list[list[int]], *, anchor: int, sequence_length: int) -> list[list[tuple]]:
-    """Samples as lists of slots (token, label or None, number of the document slice)."""
-    samples: list[list[tuple]] = [[]]
-    piece = 0
+class Slot(NamedTuple):
+    """One slot of a sample, as the slow packers lay it."""
 
-    def place(token: int, label: int | None, continuation_anchor: int) -> None:
-        nonlocal piece
-        if len(samples[-1]) == sequence_length:
-            samples.append([])
-            piece += 1
-            if continuation_anchor >= 0:
-                samples[-1].append((continuation_anchor, None, piece))
-        samples[-1].append((token, label, piece))
+    token: int | None
+    label: int | None
+    piece: int
+    kind: str
+    """anchor, tag, text or filling"""
 
-    for document in documents:
+
+def pack(
+    documents: list[list[int]],
+    *,
+    anchor: int,
+    sequence_length: int,
+    packing: str = "concat",
+    alignment: int = 1,
+    tags: list[list[int]] | None = None,
+) -> list[list[Slot]]:
+    """Samples without the padding behind the last document slice."""
+    heads, contents = [], []
+    for document, tag in zip(documents, tags or [[]] * len(documents), strict=True):
         content = document[1:] if document[:1] == [anchor] else document
-        if not content:
-            continue
-        piece += 1
-        place(anchor, content[0], continuation_anchor=-1)
-        for token, label in zip(content, [*content[1:], None], strict=True):
-            place(token, label, continuation_anchor=anchor)
+        if content:
+            contents.append(content)
+            heads.append([anchor, *tag])
+    pack = {"concat": pack_concat, "best-fit": pack_best_fit}[packing]
+    return pack(heads, contents, sequence_length=sequence_length, alignment=alignment)
+
+
+def take_slice(
+    head: list[int], content: list[int], start: int, room: int, *, begun: bool, piece: int
+) -> list[Slot]:
+    """The slots of a slice from token `start` on, as many as fit in the room."""
+    kinds = ["anchor"] + ["tag"] * (len(head) - 1)
+    slots = [Slot(token, None, piece, kind) for token, kind in zip(head, kinds, strict=True)]
+    if not begun:
+        slots[-1] = slots[-1]._replace(label=content[0])
+    for place in range(start, min(len(content), start + room - len(head))):
+        label = content[place + 1] if place + 1 < len(content) else None
+        slots.append(Slot(content[place], label, piece, "text"))
+    return slots
+
+
+def fill(slots: list[Slot], alignment: int) -> list[Slot]:
+    while len(slots) % alignment:
+        slots.append(Slot(None, None, slots[-1].piece, "filling"))
+    return slots
+
+
+def pack_concat(
+    heads: list[list[int]], contents: list[list[int]], *, sequence_length: int, alignment: int
+) -> list[list[Slot]]:
+    samples: list[list[Slot]] = [[]]
+    piece = 0
+    for head, content in zip(heads, contents, strict=True):
+        start, begun = 0, False
+        while not begun or start < len(content):
+            room = sequence_length - len(samples[-1])
+            if room < len(head):
+                samples.append([])
+                continue
+            piece += 1
+            slots = take_slice(head, content, start, room, begun=begun, piece=piece)
+            start += len(slots) - len(head)
+            begun = True
+            samples[-1] += fill(slots, alignment)
     return [sample for sample in samples if sample]
 
 
+def pack_best_fit(
+    heads: list[list[int]], contents: list[list[int]], *, sequence_length: int, alignment: int
+) -> list[list[Slot]]:
+    """Best-fit decreasing; of samples with equal room the one filled last is taken."""
+    samples, items = [], []
+    for number, (head, content) in enumerate(zip(heads, contents, strict=True)):
+        start = 0
+        while len(head) + len(content) - start >= sequence_length:
+            samples.append(
+                take_slice(head, content, start, sequence_length, begun=start > 0, piece=1)
+            )
+            start += sequence_length - len(head)
+        if start < len(content):
+            rest = take_slice(head, content, start, sequence_length, begun=start > 0, piece=number)
+            items.append((number, fill(rest, alignment)))
+    bins: list[dict[str, Any]] = []
+    for time, (number, item) in enumerate(sorted(items, key=lambda item: -len(item[1]))):
+        enough = [b for b in bins if b["room"] >= len(item)]
+        if not enough:
+            bins.append({"room": sequence_length, "items": []})
+            enough = bins[-1:]
+        best = min(enough, key=lambda b: (b["room"], -b.get("time", 0)))
+        best["room"] -= len(item)
+        best["time"] = time
+        best["items"].append((number, item))
+    return samples + [
+        [slot for _, item in sorted(b["items"], key=lambda item: item[0]) for slot in item]
+        for b in bins
+    ]
+
+
 def expected_fields(
-    sample: list[tuple], *, sequence_length: int, pad: int, pattern: str
+    sample: list[Slot],
+    *,
+    sequence_length: int,
+    pad: int,
+    pattern: str,
+    anchor_position: int = 0,
+    first_token_loss: bool = True,
 ) -> dict[str, Any]:
     """All fields of a sample as lists and numbers, straight from DESIGN's table of patterns."""
-    padding = sequence_length - len(sample)
+    if pattern == "full":
+        sample = [slot for slot in sample if slot.kind != "filling"]
+    num_padding = sequence_length - sum(slot.kind != "filling" for slot in sample)
     borders = [0]
     positions: list[int] = []
-    real_tokens = 0
-    for slot, (_, _, piece) in enumerate(sample):
-        is_anchor = slot == 0 or piece != sample[slot - 1][2]
-        if is_anchor and slot:
-            borders.append(slot)
-        real_tokens += not is_anchor
+    labels: list[int | None] = []
+    tokens_so_far = slots_so_far = slots_of_piece = 0
+    for slot, (_, label, _, kind) in enumerate(sample):
+        if kind == "anchor":
+            slots_of_piece = 0
+            if slot:
+                borders.append(slot)
+        tokens_so_far += kind in ("tag", "text")
         positions.append(
-            {
-                "anchor": 0 if is_anchor else real_tokens,
-                "intra-document": slot,
-                "intra-document-reset": slot - borders[-1],
+            0
+            if kind == "filling"
+            else {
+                "anchor": anchor_position if kind == "anchor" else tokens_so_far,
+                "intra-document": slots_so_far,
+                "intra-document-reset": slots_of_piece,
                 "full": slot,
             }[pattern]
         )
+        slots_so_far += kind != "filling"
+        slots_of_piece += 1
+        predicts_first = kind in ("anchor", "tag") and label is not None
+        labels.append(None if predicts_first and not first_token_loss else label)
     num_documents = len(borders)
-    if padding:
+    tail = sequence_length - len(sample)
+    if tail:
         borders.append(len(sample))
     borders.append(sequence_length)
     if pattern == "full":
         borders = [0, sequence_length]
         positions += range(len(sample), sequence_length)
     else:
-        positions += [0] * padding
+        positions += [0] * tail
     length = -(-sequence_length // 2) + 1
     return {
-        "tokens": [token for token, _, _ in sample] + [pad] * padding,
-        "labels": [label or 0 for _, label, _ in sample] + [0] * padding,
-        "loss_mask": [float(label is not None) for _, label, _ in sample] + [0.0] * padding,
+        "tokens": [pad if token is None else token for token, *_ in sample] + [pad] * tail,
+        "labels": [label or 0 for label in labels] + [0] * tail,
+        "loss_mask": [float(label is not None) for label in labels] + [0.0] * tail,
         "position_ids": positions,
         "cu_seqlens": borders + [sequence_length] * (length - len(borders)),
         "max_seqlen": max(b - a for a, b in itertools.pairwise(borders)),
         "num_documents": num_documents,
-        "num_padding": padding,
+        "num_padding": num_padding,
     }
 
 
@@ -113,7 +207,7 @@ def make_config(blend: Any, **settings: Any) -> PackedDatasetConfig:
     defaults: dict[str, Any] = {
         "random_seed": 1234,
         "sequence_length": 8,
-        "tokenizer": SimpleNamespace(vocab_size=VOCAB_SIZE),
+        "tokenizer": SimpleNamespace(vocab_size=VOCAB_SIZE, tokenize=spell),
         "anchor_token_id": ANCHOR,
         "pad_token_id": PAD,
         "vocab_size": VOCAB_SIZE,
@@ -133,6 +227,26 @@ def build(config: PackedDatasetConfig, num_samples: Any = None) -> list[Any]:
 def build_train(prefix: str, num_samples: int | None = None, **settings: Any) -> PackedDataset:
     """The train dataset over all documents of one corpus."""
     return build(make_config(prefix, **settings), num_samples)[0]
+
+
+DOMAINS = ["a", "bc", "unknown"]
+"""Domains of the tests' corpora; the last one says nothing."""
+
+
+def spell(text: str) -> list[int]:
+    """A tokenizer whose tokens occur in no document, with a bos in front as some have."""
+    return [ANCHOR, *(50000 + ord(letter) for letter in text)]
+
+
+def write_domains(prefix: str, ids: list[int]) -> None:
+    """Say which of DOMAINS each document is of, as tools/preprocess_data.py does."""
+    np.save(f"{prefix}.domains.npy", np.array(ids, dtype=np.int32))
+    names = [DomainCount(name, 0, 0) for name in DOMAINS]
+    KeyManifest(
+        key="text", level="document", documents=len(ids), sequences=0, tokens=0, dtype="int32",
+        vocab_size=VOCAB_SIZE, eod_id=None, bos_id=None, tokenizer={}, domains=names, rows_read=0,
+        rejected={}, empty_documents=0, blank_lines=0, text_bytes=0, sources=[],
+    ).write(Path(f"{prefix}.manifest.json"))  # fmt: skip
 
 
 def flatten(documents: list[list[list[int]]]) -> list[list[int]]:

@@ -12,7 +12,7 @@ from megatron_anchor.packing.epochs import (
     order_samples,
     plan_samples,
 )
-from megatron_anchor.packing.index import GATHERED_AT_ONCE, count_slots, cut_into_samples
+from megatron_anchor.packing.index import GATHERED_AT_ONCE, concatenate, count_slots
 
 
 def plan(
@@ -120,9 +120,9 @@ def test_cutting_is_the_same_over_many_blocks_of_documents() -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(0, 200, number).astype(np.int32)
     order = random.permutation(number).astype(np.int32)
-    ours = cut_into_samples(
+    ours = concatenate(
         order, lengths, sequence_length=sequence_length, slots=count_slots(order, lengths)
-    )
+    ).sample_index
     # the same, slot by slot: a sample begins where the one before it is full
     expected, filled = [], sequence_length
     for position, document in enumerate(order):
@@ -140,7 +140,7 @@ def test_offsets_do_not_overflow_in_a_stream_beyond_32_bits() -> None:
     order = np.arange(3, dtype=np.int32)
     slots = count_slots(order, lengths)
     assert slots == 3 * (2**31 - 1)
-    ours = cut_into_samples(order, lengths, sequence_length=2**30 - 1, slots=slots)
+    ours = concatenate(order, lengths, sequence_length=2**30 - 1, slots=slots).sample_index
     assert ours.tolist() == [
         [0, 0],
         [0, 2**30 - 1],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from megatron_anchor.packing.index import count_slots, cut_into_samples, pieces_of_documents
+from megatron_anchor.packing.index import concatenate, concatenated_pieces, count_slots
 from megatron_anchor.packing.layout import cu_seqlens_length, lay_out
 from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, check_attention_pattern
 from tests.unit.packing_oracle import (
@@ -89,13 +89,13 @@ def lay_out_all(
     content = (lengths - own).astype(np.int32)
     begin = np.cumsum(lengths) - lengths + own
     order = np.arange(len(documents), dtype=np.int32)
-    index = cut_into_samples(
+    index = concatenate(
         order, content, sequence_length=sequence_length, slots=count_slots(order, content)
-    )
+    ).sample_index
     samples = []
     for (first, first_offset), (last, last_offset) in itertools.pairwise(index):
         which = order[first : last + (last_offset > 0)].astype(np.int64)
-        pieces = pieces_of_documents(
+        pieces = concatenated_pieces(
             which,
             begin[which],
             content[which].astype(np.int64),
@@ -184,7 +184,7 @@ def test_slices_beyond_the_text_are_never_read() -> None:
     with pytest.raises(AssertionError):
         lay_out(
             np.arange(4, dtype=np.int32),
-            pieces_of_documents(
+            concatenated_pieces(
                 np.array([0]), np.array([2]), np.array([3]), first_offset=0, last_offset=0
             ),
             sequence_length=8,

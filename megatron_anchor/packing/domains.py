@@ -1,0 +1,132 @@
+"""Domain tags: the name of a document's domain behind its anchor (arXiv 2411.13476, 3.3.1).
+
+The domains of a corpus are what `tools/preprocess_data.py` writes beside it: `PREFIX.domains.npy`,
+one int32 a document, and their names in `PREFIX.manifest.json`.
+
+Legend: K domains of the corpus, D documents, P documents asked for.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NO_DOMAIN = ("", "default", "unknown")
+"""Names that say nothing; "default" is what the corpus tools write where no domain was given."""
+
+_BLOCK = 1 << 20
+"""documents handled at a time"""
+
+
+class DomainTags:
+    """The tag of every document of one corpus. Tag 0 is no tag; tag k + 1 is that of domain k.
+
+    Args:
+        tags: tokens of each domain's tag; empty = none.
+        path: .npy of integers [D], the domain of each document; one that is not in [0, K) is
+            unknown. None = all are.
+    """
+
+    def __init__(self, tags: Sequence[Sequence[int]], path: Path | None) -> None:
+        self.lengths = np.array([0, *map(len, tags)], dtype=np.int64)
+        self.tokens = np.array([token for tag in tags for token in tag], dtype=np.int64)
+        self.begins = np.cumsum(self.lengths) - self.lengths
+        self._path = path
+        self._open: np.ndarray | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest tag."""
+        return int(self.lengths.max())
+
+    def of(self, documents: np.ndarray) -> np.ndarray:
+        """int64 [P], the tags of some documents."""
+        if self._path is None:
+            return np.zeros(len(documents), dtype=np.int64)
+        if self._open is None:
+            self._open = np.asarray(np.load(self._path, mmap_mode="r", allow_pickle=False))
+        tag_P = self._open[documents].astype(np.int64) + 1
+        tag_P[(tag_P < 0) | (tag_P >= len(self.lengths))] = 0
+        return tag_P
+
+    def head_slots(self, num_documents: int) -> np.ndarray:
+        """int32 slots of every document's head, [D], or [1] where they are all the same."""
+        if self._path is None:
+            return np.ones(1, dtype=np.int32)
+        head_D = np.empty(num_documents, dtype=np.int32)
+        for first in range(0, num_documents, _BLOCK):
+            documents = np.arange(first, min(first + _BLOCK, num_documents))
+            head_D[documents] = 1 + self.lengths[self.of(documents)]
+        return head_D
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle as a path, not as contents."""
+        return {**self.__dict__, "_open": None}
+
+
+NO_TAGS = DomainTags([], None)
+
+
+def check_format(text: str) -> str:
+    """Return a format such as "{domain}: ".
+
+    Raises:
+        ValueError: it does not hold {domain} and nothing else in braces.
+    """
+    try:
+        if "\0" in text.format(domain="\0"):
+            return text
+    except (KeyError, IndexError, ValueError, AttributeError):
+        pass
+    raise ValueError(
+        f"got --domain-tag-format {text!r}, expected a text with {{domain}} in it, such as "
+        "'{domain}: '"
+    )
+
+
+def open_tags(
+    prefix: str, *, tag_format: str, tokenize: Callable[[str], Sequence[int]]
+) -> tuple[DomainTags, dict[str, Any]]:
+    """(DomainTags, what they depend on as JSON values) of a corpus.
+
+    A corpus without recorded domains has no tags, nor have domains with a name of NO_DOMAIN.
+
+    Raises:
+        ValueError: the domains do not belong to the corpus (see `read_domains`).
+    """
+    # Here and not above: laying out samples needs nothing of the corpus tools.
+    from megatron_anchor.corpus.manifest import domains_path, read_domains
+
+    found = read_domains(prefix)
+    if found is None:
+        return NO_TAGS, {"tags": None}
+    names, _ = found
+    tags = [
+        [] if name in NO_DOMAIN else [int(t) for t in tokenize(tag_format.format(domain=name))]
+        for name in names
+    ]
+    path = domains_path(prefix)
+    stat = path.stat()
+    identity = {"tags": tags, "size": stat.st_size, "changed_ns": stat.st_mtime_ns}
+    return DomainTags(tags, path), identity
+
+
+def tag_tokenizer(tokenizer: Any, *, anchor_token_id: int) -> Callable[[str], list[int]]:
+    """A tokenizer's `tokenize` without the special tokens that it puts around every text."""
+    around = {anchor_token_id}
+    for name in ("bos_id", "bos", "eos_id", "eod", "cls", "sep"):
+        try:
+            around.add(getattr(tokenizer, name))
+        except (AttributeError, NotImplementedError):
+            continue
+
+    def tokenize(text: str) -> list[int]:
+        tokens = list(tokenizer.tokenize(text))
+        while tokens and tokens[0] in around:
+            tokens = tokens[1:]
+        while tokens and tokens[-1] in around:
+            tokens = tokens[:-1]
+        return tokens
+
+    return tokenize
