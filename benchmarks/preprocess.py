@@ -10,7 +10,8 @@ Three ways to tokenize the same JSON lines, each in a process of its own, in tur
 - `raw`: the same engine's own batch call on the same texts held in memory, nothing read or written.
 
 Loading of libraries and tokenizers is left out everywhere: time runs from the moment when all
-workers are ready. Machines are noisy: look at the ratios of the medians.
+workers are ready. Machines are noisy: look at the ratios of the medians. Where other programs share
+the cores, the processor time of all processes together (`core seconds`) tells more.
 
     python benchmarks/preprocess.py --tokenizer-model my-tokenizer --input text.jsonl
     python benchmarks/preprocess.py --tokenizer-model my-tokenizer --megabytes 16
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -76,12 +78,18 @@ def _encode(line: str) -> tuple[list[int], list[int]]:
     return ids, [len(ids)]
 
 
-def _nothing(_: int) -> None:
-    time.sleep(0.05)
+def _worker_times(_: int) -> tuple[int, float]:
+    time.sleep(0.05)  # so that every worker gets one of these calls
+    return os.getpid(), time.process_time()
 
 
-def measure_megatron(source: Path, model: str, workers: int, folder: Path) -> float:
-    """Seconds of Megatron's loop after its workers are ready."""
+def _core_seconds() -> float:
+    """Processor time of this process and of those of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def measure_megatron(source: Path, model: str, workers: int, folder: Path) -> tuple[float, float]:
+    """Seconds and core seconds of Megatron's loop after its workers are ready."""
     import logging
 
     logging.disable(logging.WARNING)
@@ -91,30 +99,48 @@ def measure_megatron(source: Path, model: str, workers: int, folder: Path) -> fl
     _start(model)
     size = len(_TOKENIZER)
     with multiprocessing.Pool(workers, initializer=_start, initargs=(model,)) as pool:
-        pool.map(_nothing, range(4 * workers), chunksize=1)
+        started = dict(pool.map(_worker_times, range(4 * workers), chunksize=1))
         builder = IndexedDatasetBuilder(str(folder / "m.bin"), dtype=DType.optimal_dtype(size))
-        began = time.perf_counter()
+        began, own = time.perf_counter(), time.process_time()
         with open(source, encoding="utf-8") as lines:
             for ids, lengths in pool.imap(_encode, lines, 32):
                 builder.add_document(ids, lengths)
         builder.finalize(str(folder / "m.idx"))
-        return time.perf_counter() - began
+        seconds, cores = time.perf_counter() - began, time.process_time() - own
+        ended = dict(pool.map(_worker_times, range(4 * workers), chunksize=1))
+        return seconds, cores + sum(ended[pid] - started.get(pid, 0) for pid in ended)
 
 
-def measure_ours(source: Path, model: str, workers: int, folder: Path, engine: str) -> float:
-    """Seconds of our run after its workers are ready, with all files in place."""
-    config = PreprocessConfig(
-        input=(str(source),),
-        output_prefix=str(folder / "ours"),
-        tokenizer=TokenizerConfig(tokenizer_model=model, engine=engine),
-        workers=workers,
-        progress=False,
-    )
-    return preprocess(config).processing_seconds
+def measure_ours(
+    source: Path, model: str, workers: int, folder: Path, engine: str
+) -> tuple[float, float]:
+    """Seconds and core seconds of our run after its workers are ready, all files in place.
+
+    The core seconds of starting are those of a run on the first row.
+    """
+
+    def run(path: Path, name: str) -> tuple[float, float]:
+        config = PreprocessConfig(
+            input=(str(path),),
+            output_prefix=str(folder / name),
+            tokenizer=TokenizerConfig(tokenizer_model=model, engine=engine),
+            workers=workers,
+            progress=False,
+        )
+        before = _core_seconds()
+        seconds = preprocess(config).processing_seconds
+        return seconds, _core_seconds() - before
+
+    first = folder / "first.jsonl"
+    with open(source, encoding="utf-8") as lines:
+        first.write_text(next(lines), encoding="utf-8")
+    _, starting = run(first, "first")
+    seconds, cores = run(source, "ours")
+    return seconds, cores - starting
 
 
-def measure_raw(source: Path, model: str, workers: int, engine: str) -> float:
-    """Seconds of the engine's own batch call, all texts in one list."""
+def measure_raw(source: Path, model: str, workers: int, engine: str) -> tuple[float, float]:
+    """Seconds and core seconds of the engine's own batch call, all texts in one list."""
     texts = [json.loads(line)["text"] for line in source.read_text(encoding="utf-8").splitlines()]
     tokenizer = load_tokenizer(TokenizerConfig(tokenizer_model=model))
     recipe = tokenizer.fast if engine == "gigatoken" else tokenizer.native
@@ -128,12 +154,14 @@ def measure_raw(source: Path, model: str, workers: int, engine: str) -> float:
         "tiktoken": lambda lib: lib.library.encode_ordinary_batch(texts, num_threads=workers),
         "gigatoken": lambda lib: lib.library.encode_batch(texts, parallel=workers > 1),
     }
-    began = time.perf_counter()
+    began, own = time.perf_counter(), time.process_time()
     calls[recipe.name](library)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - own
 
 
-def _measure_in_new_process(what: str, args: argparse.Namespace, source: Path) -> float:
+def _measure_in_new_process(
+    what: str, args: argparse.Namespace, source: Path
+) -> tuple[float, float]:
     command = [sys.executable, __file__, "--measure", what, "--input", str(source)]
     command += ["--tokenizer-model", args.tokenizer_model, "--workers", str(args.workers)]
     with tempfile.TemporaryDirectory() as folder:
@@ -142,10 +170,11 @@ def _measure_in_new_process(what: str, args: argparse.Namespace, source: Path) -
         )
     if done.returncode:
         raise SystemExit(f"{what} failed:\n{done.stderr}")
-    return float(done.stdout.split()[-1])
+    seconds, cores = json.loads(done.stdout.splitlines()[-1])
+    return seconds, cores
 
 
-def _measure(args: argparse.Namespace) -> float:
+def _measure(args: argparse.Namespace) -> tuple[float, float]:
     what, _, engine = args.measure.partition(":")
     source, folder = Path(args.input), Path(args.folder or ".")
     if what == "megatron":
@@ -155,22 +184,26 @@ def _measure(args: argparse.Namespace) -> float:
     return measure_raw(source, args.tokenizer_model, args.workers, engine)
 
 
-def run(args: argparse.Namespace, source: Path) -> dict[str, object]:
+def run(args: argparse.Namespace, source: Path) -> dict[str, Any]:
     """All measurements in turns; medians in MB/s and the two ratios of every engine."""
     engines = ["native"]
     if importlib.util.find_spec("gigatoken"):
         engines.append("gigatoken")
     ways = ["megatron", *(f"{what}:{e}" for e in engines for what in ("raw", "ours"))]
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(args.repeats):
         for way in ways:
-            seconds[way].append(_measure_in_new_process(way, args, source))
+            found[way].append(_measure_in_new_process(way, args, source))
     size = source.stat().st_size / 1e6
-    speed = {way: size / statistics.median(found) for way, found in seconds.items()}
+    speed, cores = (
+        {way: size / statistics.median(pair[i] for pair in pairs) for way, pairs in found.items()}
+        for i in (0, 1)
+    )
     ratios = {
         engine: {
-            "ours_over_megatron": speed[f"ours:{engine}"] / speed["megatron"],
-            "ours_over_raw": speed[f"ours:{engine}"] / speed[f"raw:{engine}"],
+            f"{what}_over_{base}": of[f"ours:{engine}"] / of[other]
+            for base, other in (("megatron", "megatron"), ("raw", f"raw:{engine}"))
+            for what, of in (("speed", speed), ("core_speed", cores))
         }
         for engine in engines
     }
@@ -179,7 +212,8 @@ def run(args: argparse.Namespace, source: Path) -> dict[str, object]:
         "workers": args.workers,
         "repeats": args.repeats,
         "megabytes_a_second": speed,
-        "seconds": seconds,
+        "megabytes_a_core_second": cores,
+        "seconds_and_core_seconds": found,
         "ratios": ratios,
     }
 
@@ -199,7 +233,7 @@ def main() -> None:
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(_measure(args))
+        print(json.dumps(_measure(args)))
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(args.input or f"{folder}/sample.jsonl")
@@ -212,12 +246,16 @@ def main() -> None:
         print(json.dumps(found))
         return
     print(f"{found['megabytes']:.1f} MB, {args.workers} cores, median of {args.repeats}")
+    print(f"  {'':<18}{'MB/s':>10}{'MB a core second':>20}")
+    cores = found["megabytes_a_core_second"]
     for way, value in found["megabytes_a_second"].items():
-        print(f"  {way:<18}{value:>10.2f} MB/s")
+        print(f"  {way:<18}{value:>10.2f}{cores[way]:>20.2f}")
     for engine, ratio in found["ratios"].items():
         print(
-            f"  {engine}: {ratio['ours_over_megatron']:.1f} x Megatron's loop, "
-            f"{ratio['ours_over_raw']:.2f} of the engine's own batch call"
+            f"  {engine}: {ratio['speed_over_megatron']:.1f} x Megatron's loop "
+            f"({ratio['core_speed_over_megatron']:.1f} by core seconds), "
+            f"{ratio['speed_over_raw']:.2f} of the engine's own batch call "
+            f"({ratio['core_speed_over_raw']:.2f})"
         )
 
 

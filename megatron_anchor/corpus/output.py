@@ -79,6 +79,10 @@ class CorpusOutput:
         self.prefix = Path(prefix)
         self.keys = tuple(keys)
         self.dtype = dtype
+        if str(prefix).endswith(os.sep):
+            raise CorpusError(
+                f"--output-prefix {prefix} is a folder: add the beginning of a file name to it"
+            )
         self.folder = Path(f"{prefix}.partial")
         self._level = level
         self._identity = json.loads(json.dumps(identity))
@@ -121,7 +125,10 @@ class CorpusOutput:
             raise CorpusError(
                 f"{existing[0]} exists; choose another --output-prefix or --overwrite"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CorpusError(f"{self.folder} cannot be made: {error.strerror}") from error
         self._lock()
         if overwrite and not resume:
             for path in self.folder.iterdir():

@@ -374,6 +374,17 @@ def test_worker_errors_are_corpus_errors():
     assert issubclass(WorkerError, CorpusError)
 
 
+def test_outputs_that_cannot_be_are_refused(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    config = PreprocessConfig(
+        input=(str(source),), output_prefix=f"{tmp_path}/folder/", tokenizer=BYTES
+    )
+    with pytest.raises(CorpusError, match="is a folder"):
+        preprocess(config)
+    with pytest.raises(CorpusError, match="cannot be made"):
+        run(source / "below", source)
+
+
 def test_two_runs_cannot_write_one_output(tmp_path):
     import fcntl
 

@@ -172,6 +172,30 @@ def test_megatron_s_json_ranks_shift_by_the_special_tokens():
     assert tokenizer.vocab_size == len(ranks) + 20
 
 
+def test_gaps_in_the_vocabulary_do_not_make_ids_wrap_around():
+    """The dtype follows the largest id, not the number of tokens."""
+    from tokenizers import Tokenizer, models
+
+    library = Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
+    path = folder() / "gaps.json"
+    library.save(str(path))
+    tokenizer = load(path)
+    assert tokenizer.vocab_size == 70_001
+    assert encode(tokenizer, ["b"]) == [[70_000]]
+
+
+def test_truncation_and_padding_of_the_file_are_off():
+    from tokenizers import Tokenizer
+
+    library = Tokenizer.from_file(str(tokenizer_json()))
+    expected = library.encode(texts()[0], add_special_tokens=False).ids
+    library.enable_truncation(5)
+    library.enable_padding(length=20_000)
+    path = folder() / "truncates.json"
+    library.save(str(path))
+    assert encode(load(path), [texts()[0]]) == [expected]
+
+
 def test_unknown_ranks_need_a_pattern():
     with pytest.raises(CorpusError, match="--tiktoken-pattern"):
         load(tiktoken_ranks())
@@ -224,6 +248,10 @@ def test_one_fingerprint_means_the_same_ids():
         ({"tokenizer_type": "GPT2BPETokenizer"}, "--vocab-file"),
         ({"tokenizer_type": "NullTokenizer"}, "--vocab-size"),
         ({"tokenizer_type": "ByteLevelTokenizer", "eod_id": 9999}, "outside the vocabulary"),
+        (
+            {"tokenizer_type": "ByteLevelTokenizer", "null_tokenizer_eod_id": 257},
+            "--null-tokenizer-eod-id 257 is outside",
+        ),
         ({"tokenizer_type": "BertWordPieceCase"}, "cannot prepare a GPT corpus"),
     ],
 )

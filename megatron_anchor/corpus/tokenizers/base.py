@@ -58,7 +58,7 @@ class Tokenizer:
     kind: str
     path: str
     vocab_size: int
-    """As Megatron counts it, for the token dtype."""
+    """Above every id; as Megatron counts it, where ids have no gaps. Decides the token dtype."""
     native: EngineRecipe
     """The tokenizer's own library: the truth about ids."""
     native_engine: Engine
@@ -78,13 +78,13 @@ class Tokenizer:
     notes: tuple[str, ...] = field(default=())
     """What the user should know; printed once."""
 
-    def with_eod(self, *, eod_id: int | None) -> Tokenizer:
-        """The same tokenizer with another end-of-document id."""
+    def with_eod(self, eod_id: int | None, *, flag: str = "--eod-id") -> Tokenizer:
+        """The same tokenizer with another end-of-document id, unless that is None."""
         if eod_id is None:
             return self
         if not 0 <= eod_id < self.vocab_size:
             raise CorpusError(
-                f"--eod-id {eod_id} is outside the vocabulary of {self.vocab_size} tokens"
+                f"{flag} {eod_id} is outside the vocabulary of {self.vocab_size} tokens"
             )
         return replace(self, eod_id=eod_id)
 

@@ -74,10 +74,10 @@ def load_bytes(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
         vocab_size=size,
         native=EngineRecipe("bytes", f"{_MODULE}:BytesEngine", {}),
         native_engine=BytesEngine(),
-        eod_id=size - 1 if eod_id is None else eod_id,
+        eod_id=size - 1,
         control_ids=frozenset(range(256, size)),
         vocabulary_digest="bytes",
-    )
+    ).with_eod(eod_id, flag="--null-tokenizer-eod-id")
 
 
 def load_numbers(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
@@ -90,6 +90,6 @@ def load_numbers(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
         vocab_size=vocab_size,
         native=EngineRecipe("numbers", f"{_MODULE}:NumbersEngine", {"vocab_size": vocab_size}),
         native_engine=NumbersEngine(vocab_size=vocab_size),
-        eod_id=vocab_size - 1 if eod_id is None else eod_id,
+        eod_id=vocab_size - 1,
         vocabulary_digest="numbers",
-    )
+    ).with_eod(eod_id, flag="--null-tokenizer-eod-id")

@@ -59,7 +59,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"--tokenizer-type {kind} cannot prepare a GPT corpus; choose one of "
             f"{', '.join(TOKENIZER_TYPES)}"
         )
-    return _load(kind, config).with_eod(eod_id=config.eod_id)
+    return _load(kind, config).with_eod(config.eod_id)
 
 
 def _load(kind: str, config: TokenizerConfig) -> Tokenizer:

@@ -135,6 +135,7 @@ def _describe(
     special: bool,
     affixes: bool,
 ) -> Tokenizer:
+    config = {**config, "truncation": None, "padding": None}  # documents are taken whole
     own_unknown = plain_text.unknown_token(config)
     control: dict[str, int] = {}
     if not special:
@@ -160,7 +161,7 @@ def _describe(
     return Tokenizer(
         kind="huggingface",
         path=path,
-        vocab_size=len(vocabulary),
+        vocab_size=max(len(vocabulary), max(vocabulary.values()) + 1),
         native=recipe,
         native_engine=engine,
         fast=fast,
