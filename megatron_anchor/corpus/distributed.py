@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,7 @@ def preprocess_on_ray(config: PreprocessConfig, *, shards: int = 0) -> Summary:
     except ImportError as error:
         raise CorpusError("--executor ray needs `pip install ray`") from error
     _check_outputs(config)
+    began = time.monotonic()
     started = not ray.is_initialized()
     if started:
         address = os.environ.get("RAY_ADDRESS")
@@ -70,7 +72,8 @@ def preprocess_on_ray(config: PreprocessConfig, *, shards: int = 0) -> Summary:
     finally:
         if started:
             ray.shutdown()
-    return _merge(config, configs, [s for s in summaries if s is not None])
+    merged = _merge(config, configs, [s for s in summaries if s is not None])
+    return replace(merged, seconds=round(time.monotonic() - began, 3))
 
 
 def _run_shard(config: PreprocessConfig) -> Summary:

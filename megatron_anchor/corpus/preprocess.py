@@ -316,9 +316,14 @@ def _run(
             numbers[id(chunk)] = number
             yield chunk
 
-    total = sum(_span_bytes(sources, span) for span in spans)
+    sizes = [_span_bytes(sources, span) for span in spans]
     bar = tqdm(
-        total=total or None, unit="B", unit_scale=True, disable=not config.progress, desc="tokenize"
+        total=sum(sizes) or None,
+        initial=sum(sizes[: start.span]),
+        unit="B",
+        unit_scale=True,
+        disable=not config.progress,
+        desc="tokenize",
     )
     pool = make_pool(encode, workers=workers)
     began, before = time.monotonic(), output.progress.documents[0]
