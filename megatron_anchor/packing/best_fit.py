@@ -18,7 +18,7 @@ N samples, P pieces.
 import numpy as np
 
 from megatron_anchor.packing.compiled import compiled
-from megatron_anchor.packing.index import ANCHOR_ALONE, Packed, Pieces, aligned, make_pieces
+from megatron_anchor.packing.index import ANCHOR_ALONE, Packed, Pieces, make_pieces
 
 WINDOW = 1 << 18
 """documents packed together; each window may leave a sample partly filled"""
@@ -64,34 +64,6 @@ def _next_set(words: np.ndarray, place: int) -> int:
 
 
 @compiled
-def _count(
-    document_index_O: np.ndarray,
-    content_lengths_D: np.ndarray,
-    head_slots_D: np.ndarray,
-    sequence_length: int,
-    alignment: int,
-) -> tuple[int, int, int, int]:
-    """Full samples of long documents, other items, slots of these, and items over half a sample."""
-    same_head = len(head_slots_D) == 1
-    chunks = items = slots = large = 0
-    for position in range(len(document_index_O)):
-        document = document_index_O[position]
-        content = int(content_lengths_D[document])
-        if content <= 0:
-            continue
-        head = int(head_slots_D[0] if same_head else head_slots_D[document])
-        full = content // (sequence_length - head)
-        rest = content - full * (sequence_length - head)
-        chunks += full
-        if rest > 0:
-            size = aligned(head + rest, alignment)
-            items += 1
-            slots += size
-            large += 2 * size > sequence_length
-    return chunks, items, slots, large
-
-
-@compiled
 def _fit_window(
     size_I: np.ndarray,
     most: int,
@@ -120,9 +92,11 @@ def _fit_window(
     rooms[:] = 0
     summary[:] = 0
     samples = 0
+    size = most
     for place in range(len(size_I)):
         item = order_I[place]
-        size = size_I[item]
+        while place >= first_of_size[most - size]:  # now the end of each size
+            size -= 1
         # The room that fits best: in the word of `size` itself, or in the next word with a bit.
         room = -1
         word = rooms[size >> 6] >> np.uint64(size & 63)
@@ -163,12 +137,18 @@ def _fit(
     window: int,
     document_index: np.ndarray,
     sample_index: np.ndarray,
-) -> tuple[int, int, int]:
-    """Fill both arrays; return the samples, cut documents and occupied slots."""
+) -> tuple[int, int, int, int, int, int]:
+    """Fill both arrays.
+
+    Returns:
+        Samples, slices, cut documents, occupied slots, full samples plus items over half a sample,
+        and full samples plus what the items' slots fill at least.
+    """
     same_head = len(head_slots_D) == 1
     head = int(head_slots_D[0])
     most = sequence_length // alignment
     window = min(window, len(document_index_O))
+    content_I = np.empty(window, dtype=np.int32)
     document_I = np.empty(window, dtype=np.int32)
     size_I = np.empty(window, dtype=np.int32)
     sample_I = np.empty(window, dtype=np.int32)
@@ -179,32 +159,42 @@ def _fit(
     newest_with_room = np.empty(most + 1, dtype=np.int32)
     rooms = np.empty((most >> 6) + 1, dtype=np.uint64)
     summary = np.empty((len(rooms) >> 6) + 1, dtype=np.uint64)
-    samples = written = cut_documents = occupied = 0
+    samples = written = cut_documents = occupied = chunks = large = sizes = 0
     for first in range(0, len(document_index_O), window):
+        read = min(window, len(document_index_O) - first)
+        for i in range(read):  # nothing but loads, which do not wait for each other
+            content_I[i] = content_lengths_D[document_index_O[first + i]]
         items = 0
-        for position in range(first, min(first + window, len(document_index_O))):
-            document = document_index_O[position]
-            content = int(content_lengths_D[document])
-            if content <= 0:
+        for i in range(read):
+            rest = int(content_I[i])
+            if rest <= 0:
                 continue
+            document = document_index_O[first + i]
             if not same_head:
                 head = int(head_slots_D[document])
-            full = 0
-            if content >= sequence_length - head:
-                full = content // (sequence_length - head)
-            rest = content - full * (sequence_length - head)
-            for chunk in range(full):
-                document_index[written] = document
-                sample_index[samples, 0] = written
-                sample_index[samples, 1] = chunk + 1
-                written += 1
-                samples += 1
-            if rest > 0:
-                document_I[items] = document
-                size_I[items] = (head + rest + alignment - 1) // alignment
-                items += 1
-            cut_documents += full + (rest > 0) > 1
-            occupied += content + head * (full + (rest > 0))
+            occupied += head + rest
+            if rest >= sequence_length - head:  # a division is slow, and seldom needed
+                full = rest // (sequence_length - head)
+                rest -= full * (sequence_length - head)
+                for chunk in range(full):
+                    document_index[written + chunk] = document
+                    sample_index[samples + chunk, 0] = written + chunk
+                    sample_index[samples + chunk, 1] = chunk + 1
+                written += full
+                samples += full
+                chunks += full
+                cut_documents += full > 1 or rest > 0
+                occupied += head * (full - (rest == 0))
+                if rest == 0:
+                    continue
+            size = head + rest
+            if alignment > 1:
+                size = (size + alignment - 1) // alignment
+            document_I[items] = document
+            size_I[items] = size
+            items += 1
+            sizes += size
+            large += 2 * size > most
         fitted = _fit_window(
             size_I[:items],
             most,
@@ -231,7 +221,8 @@ def _fit(
         samples += fitted
     sample_index[samples, 0] = written
     sample_index[samples, 1] = 0
-    return samples, cut_documents, occupied
+    filled = chunks + (sizes + most - 1) // most
+    return samples, written, cut_documents, occupied, chunks + large, filled
 
 
 def fit(
@@ -239,6 +230,7 @@ def fit(
     content_lengths_D: np.ndarray,
     *,
     sequence_length: int,
+    slots: int,
     head_slots_D: np.ndarray = ANCHOR_ALONE,
     alignment: int = 1,
     window: int = WINDOW,
@@ -249,6 +241,7 @@ def fit(
         document_index_O: int32 documents in reading order.
         content_lengths_D: int32 tokens of every document behind its anchor; 0 = takes no slots.
         sequence_length: S, slots of a sample, a multiple of `alignment`, more than any head takes.
+        slots: `count_slots` of these documents, or more.
         head_slots_D: int32 slots of every document's head, or one number for all of them.
         alignment: each document takes a multiple of it.
         window: documents packed together.
@@ -257,12 +250,11 @@ def fit(
         Samples; the rows of `sample_index` are (position, chunk). `fewest_samples` counts the full
         samples, and for the rest the slots or the items over half a sample, whichever needs more.
     """
-    chunks, items, slots, large = _count(
-        document_index_O, content_lengths_D, head_slots_D, sequence_length, alignment
-    )
-    document_index = np.empty(chunks + items, dtype=np.int32)
-    sample_index = np.empty((chunks + items + 1, 2), dtype=np.int64)
-    samples, cut_documents, occupied = _fit(
+    # Pages of these that are not written to take no memory.
+    most = len(document_index_O) + slots // (sequence_length - int(head_slots_D.max())) + 1
+    document_index = np.empty(most, dtype=np.int32)
+    sample_index = np.empty((most + 1, 2), dtype=np.int64)
+    samples, slices, cut_documents, occupied, *bounds = _fit(
         document_index_O,
         content_lengths_D,
         head_slots_D,
@@ -273,12 +265,12 @@ def fit(
         sample_index,
     )
     return Packed(
-        document_index=document_index,
+        document_index=document_index[:slices],
         sample_index=sample_index[: samples + 1],
-        slices=chunks + items,
+        slices=slices,
         cut_documents=cut_documents,
         occupied=occupied,
-        fewest_samples=chunks + max(-(-slots // sequence_length), large),
+        fewest_samples=max(bounds),
     )
 
 

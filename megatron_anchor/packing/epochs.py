@@ -99,15 +99,7 @@ def plan_samples(
         )
 
     def pack(order: np.ndarray) -> Packed:
-        if packing == "best-fit":
-            return fit(
-                order,
-                content_lengths_D,
-                sequence_length=sequence_length,
-                head_slots_D=head_slots_D,
-                alignment=alignment,
-            )
-        return concatenate(
+        return (fit if packing == "best-fit" else concatenate)(
             order,
             content_lengths_D,
             sequence_length=sequence_length,

@@ -103,8 +103,8 @@ def count_slots(
         document = document_index_O[position]
         content = content_lengths_D[document]
         if content > 0:
-            head = head_slots_D[0] if same_head else head_slots_D[document]
-            slots += aligned(content + head, alignment)
+            need = content + int(head_slots_D[0] if same_head else head_slots_D[document])
+            slots += aligned(need, alignment) if alignment > 1 else need
     return slots
 
 
@@ -140,25 +140,27 @@ def _cut(
             if filled == 0:
                 sample_index[sample, 0] = block + i
                 sample_index[sample, 1] = 0
-            rest = content  # tokens that no sample holds yet
             pieces = 1
-            while aligned(head + rest, alignment) > sequence_length - filled:
-                taken = sequence_length - filled - head
-                offset = 0
-                if taken >= 0:
-                    rest -= taken
-                    pieces += 1
-                if pieces > 1:
-                    offset = 1 + content - rest
-                sample += 1
-                if sample + 1 >= len(sample_index):
-                    return -1, 0, 0, 0
-                sample_index[sample, 0] = block + i
-                sample_index[sample, 1] = offset
-                filled = 0
-            filled += aligned(head + rest, alignment)
+            need = head + content
+            if alignment > 1:  # a division is slow
+                need = aligned(need, alignment)
+            if need > sequence_length - filled:
+                rest = content  # tokens that no sample holds yet
+                while need > sequence_length - filled:
+                    taken = sequence_length - filled - head
+                    if taken >= 0:
+                        rest -= taken
+                        pieces += 1
+                        need = aligned(head + rest, alignment)
+                    sample += 1
+                    if sample + 1 >= len(sample_index):
+                        return -1, 0, 0, 0
+                    sample_index[sample, 0] = block + i
+                    sample_index[sample, 1] = 1 + content - rest if pieces > 1 else 0
+                    filled = 0
+                cut_documents += pieces > 1
+            filled += need
             slices += pieces
-            cut_documents += pieces > 1
             occupied += content + pieces * head
             if filled == sequence_length:
                 sample += 1
