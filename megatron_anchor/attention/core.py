@@ -41,6 +41,8 @@ class AnchorCoreAttention(MegatronModule):
         pg_collection: process groups; its ``cp`` is used.
         rotary: settings of the rotation (bound by the layer spec).
         backend: name of the kernel (bound by the layer spec).
+        precision: ``model``, or ``fp32`` for float32 from the rotation to the output, whatever the
+            model's dtype (bound by the layer spec).
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class AnchorCoreAttention(MegatronModule):
         *,
         rotary: RotarySettings,
         backend: str,
+        precision: str = "model",
     ) -> None:
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
@@ -68,6 +71,8 @@ class AnchorCoreAttention(MegatronModule):
         self.cp_group = pg_collection.cp
         self.cp_comm_type = cp_comm_type
         self.backend = load_backend(backend)
+        assert precision in ("model", "fp32"), precision
+        self.precision = precision
 
     def forward(
         self,
@@ -106,15 +111,18 @@ class AnchorCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ValueError("AnchorCoreAttention does not support an attention bias")
+        dtype = query.dtype
+        if self.precision == "fp32":
+            query, key, value = query.float(), key.float(), value.float()
         if self.rotary is not None:
             cos, sin = packed_seq_params.rotation(self.rotary)
             query = rotate(query, cos, sin, interleaved=self.rotary.interleaved)
             key = rotate(key, cos, sin, interleaved=self.rotary.interleaved)
         if self.cp_group.size() == 1:
-            return self._attend(query, key, value, packed_seq_params).flatten(2)
+            return self._attend(query, key, value, packed_seq_params).flatten(2).to(dtype)
         q, k, v = ulysses.gather_sequence(query, key, value, group=self.cp_group)
         out = self._attend(q, k, v, packed_seq_params)
-        return ulysses.scatter_sequence(out, group=self.cp_group).flatten(2)
+        return ulysses.scatter_sequence(out, group=self.cp_group).flatten(2).to(dtype)
 
     def _attend(
         self, q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, packed: AnchorPackedSeqParams

@@ -21,6 +21,7 @@ def anchor_block_spec(
     *,
     rotary: RotarySettings,
     backend: str,
+    precision: str = "model",
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
@@ -33,6 +34,7 @@ def anchor_block_spec(
         config: Megatron's transformer config.
         rotary: rotation of queries and keys.
         backend: name of the attention kernel, already resolved.
+        precision: of the attention core, ``model`` or ``fp32``.
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; None means this process' own.
 
@@ -47,7 +49,9 @@ def anchor_block_spec(
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )
-    core_attention = partial(AnchorCoreAttention, rotary=rotary, backend=backend)
+    core_attention = partial(
+        AnchorCoreAttention, rotary=rotary, backend=backend, precision=precision
+    )
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = core_attention
         _replace_torch_norms(layer.submodules)
@@ -56,12 +60,18 @@ def anchor_block_spec(
     return spec
 
 
-def layer_spec_provider(*, rotary: RotarySettings, backend: str) -> Callable[..., Any]:
+def layer_spec_provider(
+    *, rotary: RotarySettings, backend: str, precision: str = "model"
+) -> Callable[..., Any]:
     """Wrap `anchor_block_spec` in the signature of ``GPTModelConfig.transformer_layer_spec``."""
 
     def provide(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         return anchor_block_spec(
-            model_config.transformer, rotary=rotary, backend=backend, vp_stage=vp_stage
+            model_config.transformer,
+            rotary=rotary,
+            backend=backend,
+            precision=precision,
+            vp_stage=vp_stage,
         )
 
     return provide

@@ -104,10 +104,10 @@ class PackedDatasetConfig(GPTDatasetConfig):
             )
         if self.anchor_token_id is None:
             raise ValueError(
-                "no anchor token: set --anchor-token-id (a tokenizer with a bos or eos has one)"
+                "no anchor token: set --anchor-token (a tokenizer with a bos or eos has one)"
             )
-        self._check_token_id("anchor_token_id", self.anchor_token_id)
-        self._check_token_id("pad_token_id", self.pad_token_id)
+        self._check_token_id("anchor_token_id", self.anchor_token_id, flag="--anchor-token")
+        self._check_token_id("pad_token_id", self.pad_token_id, flag="pad_token_id")
         self._check_packing()
         self._check_positions()
 
@@ -147,10 +147,10 @@ class PackedDatasetConfig(GPTDatasetConfig):
                 "of them out"
             )
 
-    def _check_token_id(self, name: str, token_id: int) -> None:
+    def _check_token_id(self, name: str, token_id: int, *, flag: str) -> None:
         if token_id < 0 or (self.vocab_size is not None and token_id >= self.vocab_size):
             most = "" if self.vocab_size is None else f" to {self.vocab_size - 1} (vocab_size - 1)"
             raise ValueError(
                 f"got {name} {token_id}, expected 0{most or ' or more'}; "
-                f"set --{name.replace('_', '-')} to a token of the model's vocabulary"
+                f"set {flag} to a token of the model's vocabulary"
             )

@@ -10,6 +10,10 @@ Legend: B samples of a batch, L entries of cu_seqlens.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from megatron_anchor.packing.index import Pieces
+
 
 class PackingStatistics(NamedTuple):
     """Means over the samples of a batch."""
@@ -20,6 +24,21 @@ class PackingStatistics(NamedTuple):
     """share of the slots that hold padding, 0 to 1"""
     attention_work_share: float
     """work of the pattern relative to full causal attention over the sample, 0 to 1"""
+
+
+def segment_lengths(pieces: Pieces, *, sequence_length: int, attention_pattern: str) -> np.ndarray:
+    """int64 slots of a sample's segments, padding behind the last slice included.
+
+    Args:
+        pieces: the sample's document slices.
+        sequence_length: S.
+        attention_pattern: one of ATTENTION_PATTERNS.
+    """
+    if attention_pattern == "full":
+        return np.array([sequence_length])
+    slots_P = pieces.head + pieces.length + pieces.filling
+    padding = sequence_length - int(slots_P.sum())
+    return np.append(slots_P, padding) if padding else slots_P
 
 
 def count_segments(cu_seqlens: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from megatron_anchor import compat
+from megatron_anchor.packing.interleave import Interleaving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +21,52 @@ class AnchorArguments:
     sample), 'intra-document' (its document, positions run on), 'intra-document-reset' (its
     document, positions restart) or 'full' (everything before it)."""
 
-    anchor_token_id: int | None = None
-    """Token that stands at the head of every document. Default: the tokenizer's bos, else its
-    eos."""
+    anchor_token: str | None = None
+    """Token that stands at the head of every document: 'bos' or 'eos' of the tokenizer, or a token
+    id. Default: its bos, else its eos."""
+
+    anchor_position: int = 0
+    """Position id of the anchor under the pattern 'anchor'."""
+
+    anchor_first_token_loss: bool = True
+    """Leave the first token of every document out of the loss, which the anchor predicts."""
+
+    packing: Literal["concat", "best-fit"] = "concat"
+    """How documents become samples: 'concat' cuts a document where a sample ends; 'best-fit' cuts
+    none that fits in a sample, and pads what is left."""
+
+    document_alignment: int | None = None
+    """Fill every document up to a multiple of so many slots. It is part of the sample index: set it
+    to continue a run at another context-parallel size with the same samples. Default: 1, or twice
+    the context-parallel size where Transformer Engine splits documents."""
+
+    document_list: list[str] | None = None
+    """Documents of the training epoch, with repetitions, as tools/upsample_long_documents.py writes
+    them: LIST.npy for a single corpus, CORPUS_PREFIX=LIST.npy for each of several."""
+
+    domain_tags: bool = False
+    """Put the name of a document's domain behind its anchor: visible to the document, never a
+    target. Needs a corpus with domains (tools/preprocess_data.py --domain-key)."""
+
+    domain_tag_format: str = "{domain}: "
+    """Text of the tag."""
+
+    interleave_chunks: bool = False
+    """Split the documents of a sample at random into chunks and shuffle these, in order inside each
+    document. The paper found it harmful together with masked attention."""
+
+    interleave_max_chunks: int = 8
+    """Chunks of a document in a sample, at most."""
+
+    interleave_min_chunk_length: int = 16
+    """Slots of a chunk, at least; shorter documents stay whole."""
+
+    balance_attention_work: bool = False
+    """Order the samples inside each global batch so that data-parallel ranks and micro-batches have
+    nearly equal attention work. The batch's samples stay the same."""
+
+    attention_precision: Literal["model", "fp32"] = "model"
+    """Precision of the attention core: the model's, or float32 from the rotation to the output."""
 
     anchor_attention_backend: str = "auto"
     """Attention kernel: 'auto' takes the first one that can serve; 'sdpa' runs everywhere."""
@@ -72,6 +116,24 @@ def adapted_defaults() -> dict[str, Any]:
 def anchor_arguments(args: Namespace) -> AnchorArguments:
     """Read our flags back from Megatron's namespace."""
     return AnchorArguments(**{f.name: getattr(args, f.name) for f in fields(AnchorArguments)})
+
+
+def document_alignment(args: Namespace) -> int:
+    """--document-alignment, else what the context parallelism needs."""
+    if args.document_alignment is not None:
+        return args.document_alignment
+    ours = args.context_parallel_size == 1 or set(args.cp_comm_type) == {"a2a"}
+    return 1 if ours else 2 * args.context_parallel_size
+
+
+def interleaving(args: Namespace) -> Interleaving | None:
+    """Settings of --interleave-chunks, None without it."""
+    if not args.interleave_chunks:
+        return None
+    return Interleaving(
+        max_chunks=args.interleave_max_chunks,
+        min_chunk_length=args.interleave_min_chunk_length,
+    )
 
 
 def rope_scaling(args: Namespace) -> dict[str, Any]:

@@ -14,34 +14,36 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_anchor.attention.backends import choose_backend
 from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
+from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
-from megatron_anchor.training.arguments import rope_scaling
+from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
 from megatron_anchor.training.validation import attention_request, head_dim
 
 
 def anchor_token_id(args: Namespace, tokenizer: Any) -> int:
-    """Choose the anchor: --anchor-token-id, else the tokenizer's bos, else its eos.
+    """Choose the anchor: what --anchor-token says, else the tokenizer's bos, else its eos.
 
     Raises:
-        ValueError: if none of them is there, or the id is outside the vocabulary.
+        ValueError: if it is not there, or the id is outside the vocabulary.
     """
-    candidates = {
-        "--anchor-token-id": args.anchor_token_id,
-        "the tokenizer's bos": token_id(tokenizer, "bos_id", "bos"),
-        "the tokenizer's eos": token_id(tokenizer, "eos_id", "eod"),
-    }
-    for source, value in candidates.items():
-        if value is None:
-            continue
-        if not 0 <= value < tokenizer.vocab_size:
-            raise ValueError(
-                f"anchor token {value} (from {source}) is outside the vocabulary of "
-                f"{tokenizer.vocab_size}; set --anchor-token-id"
-            )
-        return value
-    raise ValueError(
-        f"the tokenizer ({args.tokenizer_type}) has neither bos nor eos; set --anchor-token-id"
-    )
+    wanted = args.anchor_token
+    bos = token_id(tokenizer, "bos_id", "bos")
+    eos = token_id(tokenizer, "eos_id", "eod")
+    if wanted is None:
+        value = eos if bos is None else bos
+    else:
+        value = {"bos": bos, "eos": eos}[wanted] if wanted in ("bos", "eos") else int(wanted)
+    if value is None:
+        raise ValueError(
+            f"the tokenizer ({args.tokenizer_type}) has no {wanted or 'bos and no eos'}; set "
+            "--anchor-token to a token id" + (" or 'eos'" if wanted == "bos" else "")
+        )
+    if not 0 <= value < tokenizer.vocab_size:
+        raise ValueError(
+            f"anchor token {value} ({wanted or 'bos or eos of the tokenizer'}) is outside the "
+            f"vocabulary of {tokenizer.vocab_size}; set --anchor-token"
+        )
+    return value
 
 
 def token_id(tokenizer: Any, *names: str) -> int | None:
@@ -82,7 +84,9 @@ def model_config(args: Namespace) -> Any:
     )
     config = gpt_config_from_args(args)
     config.position_embedding_type = "none"
-    config.transformer_layer_spec = layer_spec_provider(rotary=rotary, backend=backend)
+    config.transformer_layer_spec = layer_spec_provider(
+        rotary=rotary, backend=backend, precision=args.attention_precision
+    )
     return config
 
 
@@ -110,8 +114,65 @@ def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         attention_pattern=args.attention_pattern,
         anchor_token_id=anchor_token_id(args, tokenizer),
+        anchor_position=args.anchor_position,
+        first_token_loss=args.anchor_first_token_loss,
+        packing=args.packing,
+        document_alignment=document_alignment(args),
+        document_lists=document_lists(args.document_list, blend, blend_per_split),
+        domain_tags=args.domain_tags,
+        domain_tag_format=args.domain_tag_format,
+        interleaving=interleaving(args),
         pad_token_id=pad if pad is not None and pad < tokenizer.vocab_size else 0,
         vocab_size=tokenizer.vocab_size,
+    )
+
+
+def document_lists(
+    given: list[str] | None, blend: Any, blend_per_split: Any
+) -> dict[str, str] | None:
+    """Read --document-list: corpus prefix to list, "" for the only training corpus.
+
+    Args:
+        given: LIST.npy, or PREFIX=LIST.npy for each of several corpora.
+        blend: Megatron's blend of all splits, or None.
+        blend_per_split: Megatron's blends of each split, or None.
+
+    Raises:
+        ValueError: a list without a prefix among several corpora, or an unknown or doubled prefix.
+    """
+    if not given:
+        return None
+    corpora = (blend_per_split[0] if blend is None else blend)[0]
+    lists: dict[str, str] = {}
+    for text in given:
+        prefix, _, path = text.rpartition("=")
+        if not prefix and len(corpora) > 1:
+            raise ValueError(
+                f"--document-list {text}: there are {len(corpora)} training corpora; give "
+                "CORPUS_PREFIX=LIST.npy"
+            )
+        if prefix and prefix not in corpora:
+            raise ValueError(
+                f"--document-list {text}: {prefix} is none of the training corpora "
+                f"{', '.join(corpora)}"
+            )
+        if prefix in lists:
+            raise ValueError(f"--document-list {text}: this corpus has another list already")
+        lists[prefix] = path
+    return lists
+
+
+def balancing(args: Namespace) -> Balancing | None:
+    """Settings of --balance-attention-work, None without it."""
+    if not args.balance_attention_work:
+        return None
+    phases = getattr(args, "phase_transition_iterations", None)  # each counts its own batches
+    return Balancing(
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        ranks=mpu.get_data_parallel_world_size(),
+        first=0 if phases else args.consumed_train_samples % args.global_batch_size,
+        linear=LINEAR_WORK * args.hidden_size,
     )
 
 
@@ -125,12 +186,17 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     args = get_args()
     config = dataset_config(args, get_tokenizer())
     print_rank_0(f"> packing documents behind anchor token {config.anchor_token_id} ...")
-    return BlendedMegatronDatasetBuilder(
+    train, valid, test = BlendedMegatronDatasetBuilder(
         PackedDataset,
         num_samples,
         lambda: mpu.get_tensor_model_parallel_rank() == 0,
         config,
     ).build()
+    balance = balancing(args)
+    if balance is not None and train is not None:
+        train = BalancedDataset(train, balance)
+        print_rank_0(f"> {train.report()}")
+    return train, valid, test
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # read by Megatron

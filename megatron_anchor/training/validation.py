@@ -12,8 +12,9 @@ import torch
 
 from megatron_anchor.attention import ulysses
 from megatron_anchor.attention.backends import AttentionRequest, choose_backend
+from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import check_attention_pattern
-from megatron_anchor.training.arguments import rope_scaling
+from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
 
 UNSUPPORTED_FLAGS = {
     "multi_latent_attention": "--multi-latent-attention: MLA rotates only a part of each key and "
@@ -79,6 +80,8 @@ def require_supported(args: Namespace) -> None:
 def attention_request(args: Namespace) -> AttentionRequest:
     """Say what the arguments ask of an attention kernel."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    if args.attention_precision == "fp32":
+        dtype = torch.float32
     kinds = tuple(args.cp_comm_type) if args.context_parallel_size > 1 else ()
     return AttentionRequest(
         head_dim=head_dim(args),
@@ -194,6 +197,49 @@ def _host_features(args: Namespace) -> Iterator[str]:
         yield "--transformer-impl inference_optimized is for inference"
 
 
+def _packing(args: Namespace) -> Iterator[str]:
+    """What PackedDatasetConfig would refuse too, before anything is set up."""
+    alignment = document_alignment(args)
+    if alignment < 1 or (args.seq_length and args.seq_length % alignment):
+        yield (
+            f"--document-alignment {alignment}: --seq-length {args.seq_length} must be a multiple "
+            "of it"
+        )
+    if args.anchor_token not in (None, "bos", "eos") and not args.anchor_token.isdecimal():
+        yield f"--anchor-token {args.anchor_token}: expected bos, eos or a token id"
+    if args.anchor_position and args.attention_pattern != "anchor":
+        yield (
+            f"--anchor-position {args.anchor_position} has a meaning under --attention-pattern "
+            f"anchor only, got {args.attention_pattern}"
+        )
+    try:
+        interleaved = interleaving(args)
+        check_format(args.domain_tag_format)
+    except ValueError as error:
+        yield str(error)
+        return
+    if interleaved and args.attention_pattern == "intra-document-reset":
+        yield (
+            "--interleave-chunks has no effect under --attention-pattern intra-document-reset, "
+            "where every document counts its positions alone"
+        )
+
+
+def _balance(args: Namespace) -> Iterator[str]:
+    if not args.balance_attention_work:
+        return
+    if args.rampup_batch_size is not None:
+        yield (
+            "--balance-attention-work orders the samples of batches of one size; leave out "
+            "--rampup-batch-size"
+        )
+    if args.dataloader_type not in (None, "single"):
+        yield (
+            f"--balance-attention-work needs --dataloader-type single, got {args.dataloader_type}: "
+            "others choose the samples of a batch by themselves"
+        )
+
+
 RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _unsupported_flags,
     _pattern,
@@ -202,4 +248,6 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _divisibility,
     _backend,
     _host_features,
+    _packing,
+    _balance,
 )

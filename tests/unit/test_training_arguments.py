@@ -5,15 +5,24 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.training.arguments import (
     AnchorArguments,
     add_anchor_arguments,
     anchor_arguments,
+    document_alignment,
+    interleaving,
     rope_scaling,
 )
-from megatron_anchor.training.providers import anchor_token_id, rotary_settings
-from megatron_anchor.training.validation import UNSUPPORTED_FLAGS, refusals, require_supported
+from megatron_anchor.training.providers import anchor_token_id, document_lists, rotary_settings
+from megatron_anchor.training.validation import (
+    UNSUPPORTED_FLAGS,
+    attention_request,
+    refusals,
+    require_supported,
+)
 
 GOOD = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
@@ -37,7 +46,19 @@ def test_all_our_flags_are_these(parse):
     """Flags are a promise; this list changes only on purpose."""
     assert list(AnchorArguments.__dataclass_fields__) == [
         "attention_pattern",
-        "anchor_token_id",
+        "anchor_token",
+        "anchor_position",
+        "anchor_first_token_loss",
+        "packing",
+        "document_alignment",
+        "document_list",
+        "domain_tags",
+        "domain_tag_format",
+        "interleave_chunks",
+        "interleave_max_chunks",
+        "interleave_min_chunk_length",
+        "balance_attention_work",
+        "attention_precision",
         "anchor_attention_backend",
         "rope_parameters",
         "rope_angle_dtype",
@@ -50,8 +71,8 @@ def test_every_flag_has_a_help_text(capsys, parse):
         parse("--help")
     text = capsys.readouterr().out
     ours = text[text.index("megatron_anchor:") :]
-    for flag in ("--attention-pattern", "--anchor-token-id", "--rope-parameters"):
-        assert re.search(rf"{flag} \S+\s+\w+", ours), f"{flag} has no help"
+    for flag in ("--attention-pattern", "--anchor-token", "--packing", "--rope-parameters"):
+        assert re.search(rf"{flag} [^\n]+\s+\w+", ours), f"{flag} has no help"
 
 
 def test_good_arguments_are_not_refused(parse):
@@ -90,6 +111,16 @@ REFUSED = {
     "--reset-position-ids": "use --attention-pattern intra-document-reset",
     "--mock-data": "--mock-data: packing needs real documents",
     "--softmax-type learnable": "--softmax-type learnable: the kernels have no sink",
+    "--document-alignment 3": "--document-alignment 3: --seq-length 64 must be a multiple",
+    "--document-alignment 0": "--document-alignment 0",
+    "--anchor-token first": "--anchor-token first: expected bos, eos or a token id",
+    "--anchor-position 2 --attention-pattern full": "--anchor-position 2 has a meaning under",
+    "--domain-tag-format {source}": "--domain-tag-format '{source}', expected a text with {domain}",
+    "--interleave-chunks --interleave-max-chunks 0": "--interleave-max-chunks 0, expected 1 or",
+    "--interleave-chunks --interleave-min-chunk-length 0": "min-chunk-length 0, expected 1",
+    "--interleave-chunks --attention-pattern intra-document-reset": "--interleave-chunks has no",
+    "--balance-attention-work --rampup-batch-size 4 4 100": "leave out --rampup-batch-size",
+    "--balance-attention-work --dataloader-type cyclic": "needs --dataloader-type single",
     "--window-size 128,0": "sliding-window attention is not implemented",
 }
 
@@ -142,18 +173,77 @@ def test_rotary_settings_follow_the_flags(parse):
         (None, {"bos_id": None, "eos_id": 2}, 2),
         (None, {"bos_id": -1, "eos_id": 2}, 2),
         (None, {"eod": 3}, 3),
-        (5, {"bos_id": 1, "eos_id": 2}, 5),
-        (0, {"bos_id": 1}, 0),
+        ("bos", {"bos_id": 1, "eos_id": 2}, 1),
+        ("eos", {"bos_id": 1, "eos_id": 2}, 2),
+        ("5", {"bos_id": 1, "eos_id": 2}, 5),
+        ("0", {"bos_id": 1}, 0),
     ],
 )
-def test_anchor_is_the_flag_else_bos_else_eos(flag, ids, anchor):
-    args = SimpleNamespace(anchor_token_id=flag, tokenizer_type="X")
+def test_anchor_is_what_the_flag_says_else_bos_else_eos(flag, ids, anchor):
+    args = SimpleNamespace(anchor_token=flag, tokenizer_type="X")
     assert anchor_token_id(args, SimpleNamespace(vocab_size=10, **ids)) == anchor
 
 
-def test_no_anchor_or_one_outside_the_vocabulary_is_refused():
-    tokenizer = SimpleNamespace(vocab_size=10)
-    with pytest.raises(ValueError, match="neither bos nor eos; set --anchor-token-id"):
-        anchor_token_id(SimpleNamespace(anchor_token_id=None, tokenizer_type="X"), tokenizer)
-    with pytest.raises(ValueError, match=r"anchor token 10 \(from --anchor-token-id\) is outside"):
-        anchor_token_id(SimpleNamespace(anchor_token_id=10, tokenizer_type="X"), tokenizer)
+@pytest.mark.parametrize(
+    ("flag", "ids", "message"),
+    [
+        (None, {}, "has no bos and no eos; set --anchor-token"),
+        ("bos", {"eos_id": 2}, "has no bos; set --anchor-token to a token id or 'eos'"),
+        ("eos", {"bos_id": 2}, "has no eos; set --anchor-token to a token id"),
+        ("10", {}, r"anchor token 10 \(10\) is outside the vocabulary of 10; set --anchor-token"),
+        ("eos", {"eos_id": 11}, r"anchor token 11 \(eos\) is outside"),
+    ],
+)
+def test_no_anchor_or_one_outside_the_vocabulary_is_refused(flag, ids, message):
+    args = SimpleNamespace(anchor_token=flag, tokenizer_type="X")
+    with pytest.raises(ValueError, match=message):
+        anchor_token_id(args, SimpleNamespace(vocab_size=10, **ids))
+
+
+def test_alignment_follows_the_kind_of_context_parallelism(parse):
+    assert document_alignment(parse()) == 1
+    assert document_alignment(parse("--context-parallel-size 2")) == 1
+    assert document_alignment(parse("--context-parallel-size 2 --cp-comm-type p2p")) == 4
+    assert document_alignment(parse("--context-parallel-size 2 --document-alignment 8")) == 8
+
+
+def test_interleaving_and_first_token_loss_follow_the_flags(parse):
+    assert interleaving(parse()) is None
+    flags = "--interleave-chunks --interleave-max-chunks 3 --interleave-min-chunk-length 5"
+    assert interleaving(parse(flags)) == Interleaving(max_chunks=3, min_chunk_length=5)
+    assert parse().anchor_first_token_loss
+    assert not parse("--no-anchor-first-token-loss").anchor_first_token_loss
+
+
+def test_float32_attention_asks_for_a_float32_kernel(parse):
+    assert attention_request(parse("--bf16")).dtype == torch.bfloat16
+    request = attention_request(parse("--bf16 --attention-precision fp32"))
+    assert request.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "corpora", "expected"),
+    [
+        (None, ["a"], None),
+        (["l.npy"], ["a"], {"": "l.npy"}),
+        (["a=l.npy"], ["a"], {"a": "l.npy"}),
+        (["b=l.npy", "a=m.npy"], ["a", "b"], {"b": "l.npy", "a": "m.npy"}),
+        (["x=y=l.npy"], ["x=y"], {"x=y": "l.npy"}),
+    ],
+)
+def test_document_lists_name_their_corpus(given, corpora, expected):
+    assert document_lists(given, (corpora, None), None) == expected
+    assert document_lists(given, None, [(corpora, None), None, None]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["l.npy"], "there are 2 training corpora; give CORPUS_PREFIX=LIST.npy"),
+        (["c=l.npy"], "c is none of the training corpora a, b"),
+        (["a=l.npy", "a=m.npy"], "this corpus has another list already"),
+    ],
+)
+def test_document_lists_without_a_corpus_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        document_lists(given, (["a", "b"], None), None)
