@@ -62,7 +62,7 @@ class Progress:
 
 
 class CorpusOutput:
-    """The streams of one run; use as a context manager."""
+    """The streams of one run; `close` it at the end, whatever happens."""
 
     def __init__(
         self,

@@ -96,13 +96,17 @@ def test_control_pieces_inside_the_model_s_vocabulary_cannot_be_spelled(kind):
         merges = [("<", "s"), ("<s", ">"), ("<", "/"), ("</", "s"), ("</s", ">")]
         model = models.BPE(vocab, merges, unk_token="<unk>")
     library = Tokenizer(model)
-    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.add_special_tokens(["<unk>", "<s>", "</s>", "<pad>"])
+    library.add_tokens(["bab"])
     path = folder() / f"{kind}.json"
     library.save(str(path))
     tokenizer = load(path)
     produced = {i for row in encode(tokenizer, ["<s>", "</s>", "a<s>b </s>"]) for i in row}
     assert not produced & {1, 2}
-    assert encode(tokenizer, ["ab a"]) == [library.encode("ab a").ids]
+    assert encode(tokenizer, ["ab a", "bab"]) == [
+        library.encode(text).ids for text in ("ab a", "bab")
+    ]
+    assert tokenizer.native_engine.decode([1]) == "<s>"
 
 
 def test_affixes_of_the_post_processor_are_found_and_can_be_left_out():

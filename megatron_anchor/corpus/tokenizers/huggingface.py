@@ -12,6 +12,7 @@ import numpy as np
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine, plain_text
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
+from megatron_anchor.corpus.tokenizers.plain_text import HIDING
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.huggingface:TokenizersEngine"
 _EOS_NAMES = (
@@ -42,6 +43,7 @@ class TokenizersEngine:
         self.library.no_truncation()
         self.library.no_padding()
         self.library.encode_special_tokens = plain_text
+        self._hides = json.dumps(HIDING)[:-1] in config
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, uint32, without the post-processor's tokens."""
@@ -50,7 +52,8 @@ class TokenizersEngine:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens shown."""
-        return self.library.decode(list(ids), skip_special_tokens=False)
+        text = self.library.decode(list(ids), skip_special_tokens=False)
+        return text.replace(HIDING, "") if self._hides else text
 
 
 def load_file(path: Path, *, special: bool, affixes: bool, eod_token: str | None) -> Tokenizer:

@@ -15,6 +15,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+HIDING = "\uffff"  # no text holds this noncharacter
+
 
 def model_vocabulary(config: Mapping[str, Any]) -> set[str]:
     """The strings of the model's own vocabulary (BPE, WordPiece, WordLevel or Unigram)."""
@@ -66,7 +68,7 @@ def hidden_in_model(config: Mapping[str, Any], contents: Iterable[str]) -> dict[
     the pieces get names that no text holds, and merges that build or use them are dropped.
     """
     model = dict(config["model"])
-    rename = {text: f"\uffff{text}\uffff" for text in contents}
+    rename = {text: f"{HIDING}{text}{HIDING}" for text in contents}
     if isinstance(model["vocab"], list):
         model["vocab"] = [[rename.get(piece, piece), score] for piece, score in model["vocab"]]
     else:
@@ -75,7 +77,10 @@ def hidden_in_model(config: Mapping[str, Any], contents: Iterable[str]) -> dict[
         model["unk_token"] = rename[model["unk_token"]]
     if model.get("merges"):
         model["merges"] = [merge for merge in model["merges"] if not _touches(merge, rename)]
-    return {**config, "model": model}
+    # the added tokens are renamed too: by their content they keep their ids
+    added = config.get("added_tokens") or ()
+    tokens = [{**t, "content": rename.get(t["content"], t["content"])} for t in added]
+    return {**config, "model": model, "added_tokens": tokens}
 
 
 def _touches(merge: str | list[str], names: Mapping[str, str]) -> bool:
