@@ -81,7 +81,7 @@ def domains(most_each: int) -> dict[str, Iterator[Document]]:
     }
 
 
-def write_documents(folder: Path, most_each: int = 250) -> dict[str, tuple[Path, int]]:
+def write_documents(folder: Path, most_each: int = 200) -> dict[str, tuple[Path, int]]:
     """Write one JSON-lines file a domain.
 
     Args:

@@ -30,7 +30,7 @@ from documents import write_documents
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 MARK = ".megatron_anchor_demo"
-VOCAB, ITERATIONS, STOP_AT = 4096, 20, 12
+VOCAB, ITERATIONS, STOP_AT = 4096, 16, 10
 TP_PP = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
 TP_CP = ["--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
 
@@ -64,9 +64,10 @@ def main() -> None:
     started = time.time()
     make_empty(demo)
     make_corpora(demo)
-    anchor = train(demo, "anchor", *TP_PP, "--exit-interval", str(STOP_AT))
+    keep = ["--save", str(demo / "checkpoints"), "--save-interval", str(ITERATIONS)]
+    anchor = train(demo, "anchor", *TP_PP, *keep, "--exit-interval", str(STOP_AT))
     print(f"    resume from iteration {STOP_AT}, now tensor 2 x context 2 parallel")
-    resumed = train(demo, "anchor", *TP_CP, "--load", str(demo / "checkpoints/anchor"))
+    resumed = train(demo, "anchor", *TP_CP, *keep, "--load", str(demo / "checkpoints"))
     full = train(demo, "full", *TP_PP)
     if [step.iteration for step in anchor + resumed] != list(range(1, ITERATIONS + 1)):
         raise SystemExit("the resumed run did not go on where the first one stopped")
@@ -98,7 +99,7 @@ def make_corpora(demo: Path) -> None:
             *("--input", path, "--domain", domain, "--append-eod"),
             *("--tokenizer-type", "HuggingFaceTokenizer"),
             *("--tokenizer-model", demo / "tokenizer"),
-            *("--output-prefix", demo / "corpus" / domain, "--workers", os.cpu_count() or 1),
+            *("--output-prefix", demo / "corpus" / domain, "--workers", 1),
         )
 
 

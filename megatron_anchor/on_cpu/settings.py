@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +40,23 @@ def _quiet_rng_warning() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_shared_generator_is_fine)
 
 
+GPU_LIBRARIES_MISSING = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "Only transformer-engine>=",
+)
+
+
+def _has_no_cuda_runtime(record: logging.LogRecord) -> bool:
+    return "No CUDA runtime is found" not in record.getMessage()
+
+
+def _quiet_import_warnings() -> None:
+    for message in GPU_LIBRARIES_MISSING:
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_has_no_cuda_runtime)
+
+
 def _close_groups() -> None:
     distributed = sys.modules["torch.distributed"]
     if distributed.is_available() and distributed.is_initialized():
@@ -67,6 +85,11 @@ SETTINGS = (
         name="no 'CPU RNG state changed within GPU RNG context'",
         apply=_quiet_rng_warning,
         reason="the two generators are one: the warning comes at every dropout",
+    ),
+    Setting(
+        name="no 'Apex is not installed', 'No CUDA runtime is found' and their like",
+        apply=_quiet_import_warnings,
+        reason="libraries for GPUs: nothing is missing here, and every rank says it ten times",
     ),
     Setting(
         name="destroy_process_group() at exit",
