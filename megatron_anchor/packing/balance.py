@@ -28,6 +28,13 @@ LINEAR_WORK = 12
 24 hidden^2 floating-point operations a token, causal attention 2 hidden l^2 a document."""
 
 
+_MOST_SWAPS = 16
+"""swaps for each rank; more bring nothing that one could measure"""
+
+_WORTH_A_SWAP = 1e-3
+"""share of the heaviest rank's work that a swap must save"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Balancing:
     """How Megatron's sampler deals out the samples of a batch."""
@@ -69,7 +76,7 @@ def deal(work: np.ndarray, *, hands: int) -> np.ndarray:
         if len(dealt[row]) == size:
             load[row] += np.inf
     table = np.array(dealt, dtype=np.int64).reshape(hands, size)
-    for _ in range(4 * hands):
+    for _ in range(_MOST_SWAPS * hands):
         if not _swap(table, work):
             break
     return table
@@ -84,7 +91,7 @@ def _swap(table: np.ndarray, work: np.ndarray) -> bool:
     after = np.maximum(load[heavy] - change, load[:, None, None] + change)
     after[heavy] = np.inf
     row, theirs, ours = np.unravel_index(int(after.argmin()), after.shape)
-    if after[row, theirs, ours] >= load[heavy] * (1 - 1e-9):
+    if after[row, theirs, ours] >= load[heavy] * (1 - _WORTH_A_SWAP):
         return False
     table[heavy, ours], table[row, theirs] = table[row, theirs], table[heavy, ours]
     return True

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_anchor.corpus.upsampling import make_document_list
 from megatron_anchor.packing import dataset as dataset_module
 from megatron_anchor.packing import epochs
 from megatron_anchor.packing.cache import load_or_build
-from tests.unit.packing_oracle import build_train, plain, write_corpus
+from tests.unit.packing_oracle import build_train, plain, write_corpus, write_domains
 
 DOCUMENTS = [[[10 * n + k for k in range(n % 7 + 1)]] for n in range(1, 40)]
 
@@ -61,15 +62,46 @@ def test_without_a_cache_path_the_index_lies_beside_the_corpus(prefix: str) -> N
         {"anchor_token_id": 2},
         {"split": "1,1,0"},
         {"num_samples": 33},
+        {"packing": "best-fit"},
+        {"document_alignment": 4},
+        {"domain_tags": True},
+        {"domain_tags": True, "domain_tag_format": "{domain}"},
+        {"document_lists": {"": "LIST"}},
     ],
 )
 def test_other_settings_have_an_index_of_their_own(
     prefix: str, builds: list[int], changed: dict[str, Any]
 ) -> None:
+    write_domains(prefix, [0, 1, 2] * 13)
+    if "document_lists" in changed:
+        changed = {"document_lists": {"": write_list(prefix, [1, 1, 5, 7])}}
     before = contents(build_train(prefix))
     changed_once, changed_again = (contents(build_train(prefix, **changed)) for _ in range(2))
     assert before != changed_once == changed_again
     assert len(builds) == (3 if "split" in changed else 2)  # train, valid
+
+
+def write_list(prefix: str, ids: list[int]) -> str:
+    make_document_list(prefix, f"{prefix}.list.npy", overwrite=True)
+    np.save(f"{prefix}.list.npy", np.array(ids, dtype=np.int64))
+    described = json.loads(Path(f"{prefix}.list.json").read_text()) | {"documents": len(ids)}
+    Path(f"{prefix}.list.json").write_text(json.dumps(described))
+    return f"{prefix}.list.npy"
+
+
+def test_other_domains_and_another_list_at_the_same_path_are_noticed(
+    prefix: str, builds: list[int]
+) -> None:
+    """Same names, same sizes: only the contents differ."""
+    settings: dict[str, Any] = {"domain_tags": True, "document_lists": {"": f"{prefix}.list.npy"}}
+    found = []
+    for domains, ids in (([0, 1, 2] * 13, [3, 4, 4]), ([1, 1, 2] * 13, [3, 4, 4]),
+                         ([1, 1, 2] * 13, [3, 3, 4])):  # fmt: skip
+        write_domains(prefix, domains)
+        write_list(prefix, ids)
+        found += [contents(build_train(prefix, **settings)) for _ in range(2)]
+    assert found[0] == found[1] != found[2] == found[3] != found[4] == found[5]
+    assert len(builds) == 3
 
 
 def test_another_corpus_at_the_same_path_is_noticed(prefix: str, builds: list[int]) -> None:
@@ -110,7 +142,7 @@ DAMAGES = [truncate, empty, reshape, retype, scribble, Path.unlink]
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize(
-    "name", ["document_index", "sample_index", "shuffle_index", "own_anchors-own_anchor"]
+    "name", ["document_index", "sample_index", "shuffle_index", "figures", "own_anchors-own_anchor"]
 )
 def test_a_damaged_array_is_built_again_with_a_message(
     prefix: str, caplog: pytest.LogCaptureFixture, name: str, damage: Any

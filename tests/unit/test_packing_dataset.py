@@ -31,7 +31,7 @@ from tests.unit.packing_oracle import (
 SAMPLES = (4, [[[11, 12, 13, 2]], [[21, 22, 2]], [[31, 32, 33, 34, 35, 2]], [[41]]])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     corpora(),
     st.sampled_from(ATTENTION_PATTERNS),

@@ -1,0 +1,89 @@
+"""Interleaved chunks: no token lost or doubled, order kept inside documents, bounds kept."""
+
+import itertools
+import tempfile
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_anchor.packing.interleave import Interleaving, interleave
+from tests.unit.packing_oracle import plain
+from tests.unit.test_packing_options import build, packings
+
+
+def test_chunks_are_shuffled_documents_in_order_within_the_bounds() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(deadline=None, max_examples=200)
+    @given(
+        st.lists(st.integers(1, 40), max_size=6),
+        st.integers(1, 5),
+        st.integers(1, 12),
+        st.integers(0, 99),
+    )
+    def check(slots: list[int], most: int, least: int, seed: int) -> None:
+        bounds = Interleaving(max_chunks=most, min_chunk_length=least)
+        order = interleave(
+            np.array(slots, dtype=np.int64), interleaving=bounds, random=np.random.default_rng(seed)
+        )
+        assert sorted(order) == list(range(sum(slots)))
+        owner = np.repeat(np.arange(len(slots)), slots)[order]
+        for piece in range(len(slots)):
+            assert (np.diff(order[owner == piece]) == 1).all()
+        runs = [(piece, len(list(run))) for piece, run in itertools.groupby(owner)]
+        for piece, length in runs:
+            assert length >= min(least, slots[piece])
+        numbers = Counter(piece for piece, _ in runs)
+        assert all(number <= most for number in numbers.values())
+        seen["split"] += len(runs) > len(slots)
+        seen["documents in another order"] += len(slots) > 1 and bool(order[0] >= slots[0])
+        seen["as many chunks as allowed"] += most in numbers.values() and most > 2
+
+    check()
+    assert set(+seen) == {
+        "split",
+        "documents in another order",
+        "as many chunks as allowed",
+    }
+
+
+def test_full_moves_tokens_and_masked_patterns_move_positions_alike() -> None:
+    """The masked patterns' positions say where "full" puts each token."""
+    seen: Counter[str] = Counter()
+
+    @settings(deadline=None, max_examples=20)
+    @given(packings(unique=True))
+    def check(case: dict[str, Any]) -> None:
+        options = case["settings"]
+        options |= {"anchor_position": 0, "document_alignment": 1}
+        interleaving = Interleaving(max_chunks=3, min_chunk_length=1)
+        with tempfile.TemporaryDirectory() as folder:
+            options["attention_pattern"] = "intra-document"
+            whole = list(build(case, folder))
+            masked = list(build(case, folder, interleaving=interleaving))
+            anchored = list(
+                build(case, folder, interleaving=interleaving, attention_pattern="anchor")
+            )
+            full = list(build(case, folder, interleaving=interleaving, attention_pattern="full"))
+            again = list(build(case, folder, interleaving=interleaving))
+        assert [plain(sample) for sample in masked] == [plain(sample) for sample in again]
+        for before, moved, anchor, laid in zip(whole, masked, anchored, full, strict=True):
+            for name in set(before) - {"position_ids"}:
+                assert before[name].tolist() == moved[name].tolist() == anchor[name].tolist()
+            filled = len(before["tokens"]) - int(before["num_padding"])
+            place = moved["position_ids"][:filled]
+            assert sorted(place.tolist()) == list(range(filled))
+            for name in ("tokens", "labels", "loss_mask"):
+                assert laid[name][place].tolist() == before[name][:filled].tolist()
+            heads = set(before["cu_seqlens"][: int(before["num_documents"])].tolist())
+            counted = 0
+            for slot in place.argsort().tolist():
+                counted += slot not in heads
+                assert anchor["position_ids"][slot] == (0 if slot in heads else counted)
+            seen["moved"] += place.tolist() != list(range(filled))
+
+    check()
+    assert seen["moved"] > 10
