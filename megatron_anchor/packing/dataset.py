@@ -186,6 +186,11 @@ class PackedDataset(MegatronDataset):
             arrays["loss_mask"][:] = 0.0
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
+    def content_lengths(self) -> np.ndarray:
+        """int32 tokens behind the anchor of every document in an epoch, with repetitions."""
+        lengths = Documents(self.dataset).content_lengths(self._own_anchors["own_anchor"])
+        return lengths[self._documents_of_an_epoch()]
+
     def pieces(self, idx: int) -> Pieces:
         """The slices of documents that sample `idx` holds.
 

@@ -46,6 +46,11 @@ def count_segments(cu_seqlens: Any) -> Any:
     return (cu_seqlens[..., 1:] > cu_seqlens[..., :-1]).sum(-1)
 
 
+def attention_pairs(lengths: np.ndarray) -> float:
+    """Pairs of query and key inside causal segments of these lengths."""
+    return float((lengths * (lengths + 1) / 2).sum())
+
+
 def attention_work(cu_seqlens: Any) -> Any:
     """Pairs of query and key inside the segments of cu_seqlens [..., L]; float64 [...]."""
     lengths = _as_float64(cu_seqlens[..., 1:] - cu_seqlens[..., :-1])

@@ -166,7 +166,10 @@ def test_without_a_vocabulary_size_only_negative_ids_are_refused(tmp_path: Path)
         ({"document_alignment": 3}, "document_alignment 3, expected a divisor .* 8;"),
         ({"document_alignment": 0}, "document_alignment 0, expected a divisor"),
         ({"domain_tags": True, "domain_tag_format": "x"}, "--domain-tag-format 'x', expected a"),
-        ({"domain_tags": True, "tokenizer": SimpleNamespace()}, "--domain-tags needs a tokenizer"),
+        (
+            {"domain_tags": True, "tokenizer": SimpleNamespace(vocab_size=VOCAB_SIZE)},
+            "--domain-tags needs a tokenizer",
+        ),
         ({"anchor_position": -1}, "got anchor_position -1, expected 0 or more"),
         ({"anchor_position": 2, "attention_pattern": "full"}, "has no meaning under .* full"),
         (

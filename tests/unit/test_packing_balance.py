@@ -28,9 +28,8 @@ def test_an_order_is_a_permutation_that_no_swap_makes_better(
 ) -> None:
     size = ranks * micro * steps
     random = np.random.default_rng(seed)
-    work = np.where(
-        random.random(size) < 0.5, random.integers(1, 3, size), random.lognormal(size=size)
-    )
+    few, many = random.integers(1, 3, size), random.lognormal(size=size)
+    work = np.where(random.random(size) < 0.5, few, many)
     sizes = Balancing(global_batch_size=size, micro_batch_size=micro, ranks=ranks)
     order = order_batch(work, sizes)
     assert sorted(order) == list(range(size))

@@ -1,0 +1,143 @@
+"""The command line of `tools/inspect_packing.py`."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
+from megatron_anchor.corpus.manifest import read_manifest
+from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
+from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
+from megatron_anchor.packing.epochs import PACKINGS
+from megatron_anchor.packing.inspection import (
+    describe_sample,
+    format_sample,
+    inspect_packing,
+    table,
+)
+from megatron_anchor.packing.interleave import Interleaving
+from megatron_anchor.packing.patterns import ATTENTION_PATTERNS
+from megatron_anchor.packing.pictures import draw_packing
+
+_EXAMPLE = """\
+  python tools/inspect_packing.py corpus/all_text_document --seq-length 65536 \\
+      --packing best-fit --png packing.png
+  python tools/inspect_packing.py corpus/all_text_document --seq-length 65536 --sample 0 \\
+      --tokenizer-model my-model"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags; those of training have the same names and meanings."""
+    parser = make_parser("Show what a corpus becomes when it is packed.", _EXAMPLE)
+    add = parser.add_argument
+    add("prefix", help="the corpus, without .bin or .idx")
+    add("--seq-length", type=int, required=True, help="slots of a sample")
+    add("--packing", choices=PACKINGS, default="concat")
+    add("--attention-pattern", choices=ATTENTION_PATTERNS, default="anchor")
+    add("--document-alignment", type=int, default=1, metavar="N")
+    add("--document-list", metavar="FILE", help="documents of the epoch, with repetitions")
+    add("--domain-tags", action="store_true", help="needs the tokenizer")
+    add("--domain-tag-format", default="{domain}: ", metavar="TEXT")
+    add("--interleave-chunks", action="store_true")
+    add("--interleave-max-chunks", type=int, default=Interleaving.max_chunks)
+    add("--interleave-min-chunk-length", type=int, default=Interleaving.min_chunk_length)
+    add("--anchor-token-id", type=int, metavar="ID", help="default: bos or eos of the tokenizer")
+    add("--anchor-position", type=int, default=0, metavar="N")
+    add("--no-anchor-first-token-loss", action="store_true")
+    add("--seed", type=int, default=1234)
+    add("--data-cache-path", metavar="DIR", help="keep the index there; default: keep none")
+    add("--sample", type=int, metavar="N", help="show sample N: positions, targets, text")
+    add("--png", metavar="FILE", help="write a picture of lengths, samples, and sample N's mask")
+    add("--json", action="store_true", help="print JSON")
+    add_tokenizer_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, pack, print; 1 with a message where something is wrong."""
+    args = parser().parse_args(argv)
+    try:
+        with ExitStack() as stack:
+            cache = args.data_cache_path or stack.enter_context(tempfile.TemporaryDirectory())
+            return _run(args, cache)
+    except (ValueError, OSError, IndexError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace, cache: str) -> int:
+    tokenizer = _tokenizer(args)
+    dataset = _dataset(args, cache, tokenizer)
+    if args.png:
+        borders = dataset[args.sample or 0]["cu_seqlens"].numpy()
+    if args.sample is not None:
+        decode = tokenizer.native_engine.decode if tokenizer else None
+        rows = describe_sample(dataset, args.sample, decode=decode)
+        print(json.dumps(rows) if args.json else format_sample(rows))
+        if not args.png:
+            return 0
+    report = inspect_packing(dataset)
+    if args.png:
+        draw_packing(args.png, report, borders)
+    if args.sample is None:
+        print(json.dumps(asdict(report)) if args.json else table(report))
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    if not (args.tokenizer_model or args.tokenizer_type or args.vocab_file):
+        if args.domain_tags:
+            raise ValueError("--domain-tags needs the tokenizer: give --tokenizer-model")
+        return None
+    return load_tokenizer(tokenizer_config(args))
+
+
+def _anchor(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer | None) -> int:
+    facts: Any = tokenizer or read_manifest(prefix)
+    candidates = [args.anchor_token_id]
+    candidates += [facts.bos_id, facts.eod_id] if facts else []
+    for candidate in candidates:
+        if candidate is not None:
+            return int(candidate)
+    raise ValueError(f"{prefix} does not say what its bos or eos is: set --anchor-token-id")
+
+
+def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) -> PackedDataset:
+    """One epoch of the whole corpus."""
+    prefix = args.prefix.removesuffix(".idx").removesuffix(".bin")
+    vocab_size = tokenizer.vocab_size if tokenizer else None
+    stand_in = SimpleNamespace(vocab_size=vocab_size or 1 << 31)
+    if tokenizer:
+        stand_in.tokenize = lambda text: tokenizer.native_engine.encode_batch([text])[0].tolist()
+    interleaving = Interleaving(
+        max_chunks=args.interleave_max_chunks, min_chunk_length=args.interleave_min_chunk_length
+    )
+    config = PackedDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=([prefix], None),
+        split="1,0,0",
+        path_to_cache=cache,
+        tokenizer=stand_in,
+        anchor_token_id=_anchor(args, prefix, tokenizer),
+        vocab_size=vocab_size,
+        attention_pattern=args.attention_pattern,
+        packing=args.packing,
+        document_alignment=args.document_alignment,
+        document_lists={"": args.document_list} if args.document_list else None,
+        domain_tags=args.domain_tags,
+        domain_tag_format=args.domain_tag_format,
+        interleaving=interleaving if args.interleave_chunks else None,
+        anchor_position=args.anchor_position,
+        first_token_loss=not args.no_anchor_first_token_loss,
+    )
+    builder = BlendedMegatronDatasetBuilder(PackedDataset, [None] * 3, lambda: True, config)
+    return builder.build()[0]

@@ -1,0 +1,11 @@
+"""Show what a corpus becomes when it is packed; see docs/packing.md."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_anchor.packing.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
