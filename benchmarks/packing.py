@@ -1,8 +1,9 @@
 """Packing against Megatron's own GPTDataset, side by side in one run.
 
-Three measurements, each the median of several alternating runs on the same data:
+Four measurements, each the median of several alternating runs on the same data:
 
-  index   our compiled cutting of documents into samples against Megatron's C++ build_sample_idx
+  index   our compiled packing of documents into samples, concat and best-fit, against Megatron's
+          C++ build_sample_idx, which cuts
   read    our __getitem__ against GPTDataset's with inter-document masking, many documents
   read    the same with few, long documents
 
@@ -39,6 +40,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # n
 from megatron.core.datasets.helpers import build_sample_idx  # noqa: E402
 from megatron.core.datasets.indexed_dataset import _IndexWriter  # noqa: E402
 
+from megatron_anchor.packing.best_fit import fit  # noqa: E402
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig  # noqa: E402
 from megatron_anchor.packing.index import concatenate  # noqa: E402
 
@@ -73,15 +75,15 @@ def heavy_tailed_lengths(num_documents: int, *, mean: float, seed: int = 0) -> n
     return np.maximum(lengths, 2).astype(np.int32)
 
 
-def benchmark_index(num_documents: int, sequence_length: int, repeats: int) -> dict[str, Any]:
-    """Cut shuffled documents into samples: ours against Megatron's compiled loop."""
+def benchmark_index(
+    num_documents: int, sequence_length: int, repeats: int, pack: Callable[..., Any]
+) -> dict[str, Any]:
+    """Pack shuffled documents into samples: ours against Megatron's compiled loop."""
     lengths = heavy_tailed_lengths(num_documents, mean=1000)
     order = np.random.RandomState(0).permutation(num_documents).astype(np.int32)
     tokens = int(lengths.sum(dtype=np.int64))
     return measure(
-        lambda: concatenate(
-            order, lengths, sequence_length=sequence_length, slots=tokens + num_documents
-        ),
+        lambda: pack(order, lengths, sequence_length=sequence_length, slots=tokens + num_documents),
         lambda: build_sample_idx(lengths, order, sequence_length, 1, tokens, True, True),
         repeats=repeats,
     )
@@ -168,9 +170,10 @@ def main() -> int:
 
     rows = []
     for sequence_length in sorted({4096, args.seq_length}):
-        row = benchmark_index(args.documents, sequence_length, args.index_repeats)
-        what = f"index of {args.documents:.0e} documents, S = {sequence_length}"
-        rows.append({"what": what, **row})
+        for name, pack in (("concat", concatenate), ("best-fit", fit)):
+            row = benchmark_index(args.documents, sequence_length, args.index_repeats, pack)
+            what = f"{name} index of {args.documents:.0e} documents, S = {sequence_length}"
+            rows.append({"what": what, **row})
     with tempfile.TemporaryDirectory() as folder:
         for documents in args.documents_per_sample:
             for dtype in (np.int32, np.uint16):

@@ -37,7 +37,8 @@ def draw_packing(path: str | Path, report: PackingReport, cu_seqlens: np.ndarray
     first = next(power for power, count in enumerate(counts) if count)
     places = range(first, len(counts))
     lengths.bar(places, [counts[power] for power in places], width=0.9)
-    lengths.set_xticks(places, [_short(1 << power) for power in places], fontsize=8)
+    named = places[:: 1 if len(places) < 10 else 2]
+    lengths.set_xticks(named, [_short(1 << power) for power in named])
     lengths.set_yscale("log")
     lengths.set_xlabel("document length (tokens, from this to the next)")
     lengths.set_ylabel("documents")
