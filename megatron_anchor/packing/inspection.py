@@ -120,12 +120,12 @@ def describe_sample(
     Raises:
         IndexError: there is no such sample.
     """
-    sample, pieces = dataset[number], dataset.pieces(number)
-    sample = {name: sample[name].numpy() for name in sample}
+    pieces = dataset.pieces(number)
+    sample = {name: tensor.numpy() for name, tensor in dataset[number].items()}
     if dataset.config.attention_pattern == "full":
         spans = np.concatenate(([0], np.cumsum(pieces.head + pieces.length)))
-        interleaved = dataset.config.interleaving is not None
-        spans = np.array([0, spans[-1]]) if interleaved else spans
+        if dataset.config.interleaving is not None:
+            spans = spans[[0, -1]]  # the documents are mixed
     else:
         spans = sample["cu_seqlens"][: len(pieces.length) + 1]
     rows = []

@@ -1,8 +1,10 @@
 """Every option of packing at once, against the slow packers and against the laws."""
 
+import ast
 import itertools
 import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,6 +129,31 @@ def test_every_sample_equals_the_slow_packer_under_all_options() -> None:
 
     check()
     assert set(+seen) == {"concat", "best-fit", "filling", "tag", "several documents", "cut"}
+
+
+@pytest.mark.parametrize("packing", ["concat", "best-fit"])
+def test_ten_samples_of_public_text_equal_the_slow_packer(tmp_path: Path, packing: str) -> None:
+    """Sources of Python's standard library, one byte a token, under all patterns."""
+    files = sorted(Path(ast.__file__).parent.glob("[a-d]*.py"))
+    assert len(files) > 20
+    documents = [[[*path.read_bytes()[:6000], 256]] for path in files[:40]]
+    case = {
+        "documents": documents,
+        "domains": None,
+        "settings": {
+            "sequence_length": 2048,
+            "packing": packing,
+            "document_alignment": 4,
+            "random_seed": 3,
+        },
+    }
+    expected = slow_samples(case)[:10]
+    for pattern in ATTENTION_PATTERNS:
+        ours = build(case, str(tmp_path), attention_pattern=pattern)
+        assert [plain(ours[number]) for number in range(10)] == [
+            expected_fields(sample, sequence_length=2048, pad=PAD, pattern=pattern)
+            for sample in expected
+        ]
 
 
 def test_the_loss_law_under_all_options() -> None:
