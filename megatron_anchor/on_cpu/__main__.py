@@ -14,7 +14,8 @@ example: Megatron's own GPT program on two pretended GPUs
       --tensor-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer \\
       --vocab-size 127 --num-layers 4 --hidden-size 64 --num-attention-heads 4 \\
       --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 \\
-      --global-batch-size 4 --train-iters 10 --lr 1e-3 --log-interval 1 --eval-iters 0 \\
+      --global-batch-size 4 --train-iters 10 --lr 1e-3 --log-interval 1 \\
+      --eval-iters 0 --eval-interval 100 \\
       --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
 
 The last line's options are needed wherever Transformer Engine and Apex are not installed.

@@ -9,8 +9,9 @@ import torch
 
 from megatron_anchor.on_cpu.table import Row, instead
 
-CAPABILITY = (9, 0)
-"""Compute capability that is reported: a common one, so that launch scripts are accepted."""
+CAPABILITY = (10, 0)
+"""Compute capability that is reported. Below 10 Megatron insists on CUDA_DEVICE_MAX_CONNECTIONS=1
+for tensor parallelism, and on its absence for FSDP; neither means anything here."""
 
 _current_device = 0
 
@@ -54,8 +55,13 @@ def _properties(device: Any = None) -> SimpleNamespace:
     )
 
 
+def _success(*args: Any) -> int:
+    return 0
+
+
 _DEVICE = "Megatron insists on a CUDA device for every process"
 _RNG = "the CPU's generator stands in for the GPU's"
+_PROFILER = "there is no driver to tell which iterations are to be profiled"
 _MEMORY = "there is no device memory to report or to free: all figures are 0"
 
 
@@ -76,6 +82,11 @@ ROWS = (
     _row("torch.cuda.memory:mem_get_info", lambda device=None: (0, 0), _MEMORY),
     _row("torch.cuda:device_memory_used", lambda device=None: 0, _MEMORY),
     _row("torch.cuda.memory:reset_peak_memory_stats", lambda device=None: None, _MEMORY),
+    _row(
+        "torch.cuda:cudart",
+        lambda: SimpleNamespace(cudaProfilerStart=_success, cudaProfilerStop=_success),
+        _PROFILER,
+    ),
     Row(
         target="torch.accelerator:current_accelerator",
         replacement=instead(lambda check_available=False: None),

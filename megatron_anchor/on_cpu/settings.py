@@ -18,14 +18,6 @@ class Setting:
     reason: str
 
 
-def _default(name: str, value: str) -> Callable[[], None]:
-    return lambda: _set_default(name, value)
-
-
-def _set_default(name: str, value: str) -> None:
-    os.environ.setdefault(name, value)
-
-
 def _no_compiler() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo" in sys.modules:
@@ -75,11 +67,6 @@ SETTINGS = (
         name="TORCHDYNAMO_DISABLE=1",
         apply=_no_compiler,
         reason="Megatron compiles its fused functions, and the compiler asks the CUDA driver",
-    ),
-    Setting(
-        name="CUDA_DEVICE_MAX_CONNECTIONS=1 (if unset)",
-        apply=_default("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
-        reason="Megatron's arguments insist on it; it means nothing here",
     ),
     Setting(
         name="no 'CPU RNG state changed within GPU RNG context'",

@@ -179,7 +179,7 @@ ROWS = (
     ),
     Row(
         target="torch:Tensor.is_cuda",
-        replacement=instead(property(lambda self: self.device.type == "cpu")),
+        replacement=instead(torch.Tensor.is_cpu),
         reason="Megatron moves token counts to the host only from tensors that say they are CUDA",
     ),
     Row(

@@ -168,8 +168,8 @@ def device_block_ends() -> None:
 
 
 def properties_look_like_a_gpu() -> None:
-    assert torch.cuda.get_device_properties(0).major == 9
-    assert torch.cuda.get_device_capability() == (9, 0)
+    assert torch.cuda.get_device_properties(0).major == 10
+    assert torch.cuda.get_device_capability() == (10, 0)
     assert torch.cuda.get_device_name() == "CPU in place of a GPU"
 
 
@@ -384,6 +384,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "torch.cuda.memory:mem_get_info": lambda: torch.cuda.mem_get_info(),
     "torch.cuda:device_memory_used": lambda: is_zero(torch.cuda.device_memory_used),
     "torch.cuda.memory:reset_peak_memory_stats": lambda: torch.cuda.reset_peak_memory_stats(),
+    "torch.cuda:cudart": lambda: torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart()),
     "torch.accelerator:current_accelerator": accelerator_is_none,
     "torch.cuda:Stream": streams_are_done,
     "torch.cuda:Event": events_measure_wall_time,
