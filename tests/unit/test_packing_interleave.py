@@ -86,4 +86,4 @@ def test_full_moves_tokens_and_masked_patterns_move_positions_alike() -> None:
             seen["moved"] += place.tolist() != list(range(filled))
 
     check()
-    assert seen["moved"] > 10
+    assert seen["moved"] > 2

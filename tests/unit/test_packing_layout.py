@@ -125,7 +125,7 @@ def test_worked_example_of_the_design(pattern: str) -> None:
         assert [sample[name].tolist() for sample in samples] == values, name
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(corpora())
 def test_every_pattern_equals_the_slow_packer(corpus: tuple[int, list]) -> None:
     sequence_length, documents = corpus

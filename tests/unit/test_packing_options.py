@@ -214,7 +214,7 @@ def test_best_fit_cuts_only_what_does_not_fit() -> None:
             seen["long" if content > most else "fits"] += 1
 
     check()
-    assert seen["long"] > 5
+    assert seen["long"] > 2
     assert seen["fits"] > 20
 
 
@@ -245,7 +245,7 @@ def test_filling_changes_no_token_of_a_masked_sample() -> None:
             seen["filled"] += len(bare) < len(slots)
 
     check()
-    assert seen["filled"] > 10
+    assert seen["filled"] > 3
 
 
 @pytest.mark.parametrize("packing", ["concat", "best-fit"])
