@@ -30,3 +30,14 @@ def as_text() -> str:
     lines.append("Settings of the process")
     lines += [f"  {setting.name}: {setting.reason}" for setting in SETTINGS]
     return "\n".join(lines)
+
+
+def as_markdown() -> str:
+    """Return the table for the documentation: one line per reason."""
+    lines = ["| why | what is replaced | host |", "|---|---|---|"]
+    for reason, host, targets in grouped():
+        names = ", ".join(f"`{target}`" for target in targets)
+        lines.append(f"| {reason} | {names} | {host or 'Python'} |")
+    lines += ["", "| setting of the process | why |", "|---|---|"]
+    lines += [f"| {setting.name} | {setting.reason} |" for setting in SETTINGS]
+    return "\n".join(lines)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
 from megatron_anchor.on_cpu.table import Row, instead
@@ -45,6 +46,9 @@ def device_keyword(original: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["pin_memory"] = False
         return original(*args, **kwargs)
 
+    scripted = _find_builtin(original)
+    if scripted is not None:  # TorchScript knows operators by identity
+        _register_builtin(on_cpu, scripted)
     return on_cpu
 
 
@@ -145,7 +149,7 @@ ROWS = (
         Row(
             target=f"torch:{name}",
             replacement=device_keyword,
-            reason="makes tensors on the CPU when device= names a CUDA device; no pinned memory",
+            reason="tensors for a CUDA device are made on the CPU, and memory is never pinned",
         )
         for name in FACTORIES
     ),
@@ -153,14 +157,14 @@ ROWS = (
         Row(
             target=f"torch:Tensor.{name}",
             replacement=device_keyword,
-            reason="makes tensors on the CPU when device= names a CUDA device; no pinned memory",
+            reason="tensors for a CUDA device are made on the CPU, and memory is never pinned",
         )
         for name in NEW_METHODS
     ),
     Row(
         target="torch:Tensor.to",
         replacement=moving,
-        reason="moving to a CUDA device leaves the tensor on the CPU; to('cpu') makes a copy",
+        reason="moving to a CUDA device leaves the tensor on the CPU; to('cpu') copies, as cpu() does",
     ),
     Row(
         target="torch:Tensor.cpu",
@@ -195,6 +199,6 @@ ROWS = (
     Row(
         target="torch:load",
         replacement=onto_cpu,
-        reason="loads tensors that were saved on a GPU",
+        reason="tensors that were saved on a GPU are loaded onto the CPU",
     ),
 )

@@ -82,6 +82,15 @@ def empty_takes_pinned_memory() -> None:
     assert torch.empty(2, pin_memory=True).device.type == "cpu"
 
 
+def _scripted(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.zeros(2, device=x.device)
+
+
+def zeros_can_be_scripted() -> None:
+    makes_cpu_tensors("zeros")
+    assert torch.jit.script(_scripted)(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
 def to_cuda_is_no_copy_and_to_cpu_is_one() -> None:
     tensor = torch.ones(2)
     assert tensor.to("cuda:0") is tensor
@@ -361,6 +370,7 @@ PROBES: dict[str, Callable[[], None]] = {
         for name in FACTORY_ARGUMENTS
     },
     "torch:empty": empty_takes_pinned_memory,
+    "torch:zeros": zeros_can_be_scripted,
     "torch:Tensor.to": to_cuda_is_no_copy_and_to_cpu_is_one,
     "torch:Tensor.cpu": cpu_is_a_copy,
     "torch:Tensor.cuda": cuda_keeps_tensors_and_modules,
