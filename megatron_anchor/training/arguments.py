@@ -5,11 +5,14 @@ Annotations stay evaluated in this module: Megatron's factory reads them as type
 
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from megatron_anchor import compat
 from megatron_anchor.packing.interleave import Interleaving
+
+
+ANCHOR_TOKEN_FLAGS = ["--anchor-token", "--anchor-token-id"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,9 @@ class AnchorArguments:
     sample), 'intra-document' (its document, positions run on), 'intra-document-reset' (its
     document, positions restart) or 'full' (everything before it)."""
 
-    anchor_token: str | None = None
+    anchor_token: str | None = field(
+        default=None, metadata={"argparse_meta": {"arg_names": ANCHOR_TOKEN_FLAGS, "type": str}}
+    )
     """Token that stands at the head of every document: 'bos' or 'eos' of the tokenizer, or a token
     id. Default: its bos, else its eos."""
 

@@ -247,3 +247,8 @@ def test_document_lists_name_their_corpus(given, corpora, expected):
 def test_document_lists_without_a_corpus_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         document_lists(given, (["a", "b"], None), None)
+
+
+def test_anchor_token_id_is_another_name_of_the_flag(parse):
+    assert parse("--anchor-token-id 7").anchor_token == "7"
+    assert parse("--anchor-token eos").anchor_token == "eos"
