@@ -116,7 +116,8 @@ class Installer:
             stand_in = row.replacement(original)
             setattr(owner, name, stand_in)
             self.places[row.target] = [Place(owner, name, original)]
-            stand_ins[id(original)] = (row, original, stand_in)
+            if callable(original):  # of plain values, `()` for one, others may share the object
+                stand_ins[id(original)] = (row, original, stand_in)
         self._put_copies(stand_ins)
 
     def _put_copies(self, stand_ins: dict[int, tuple[Row, Any, Any]]) -> None:

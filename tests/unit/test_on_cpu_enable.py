@@ -113,6 +113,18 @@ def test_rows_of_an_earlier_import_are_installed_at_once_with_its_copies(
     assert module.f is other.copied is two
 
 
+def test_a_plain_value_is_replaced_in_its_own_place_only(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = __import__(host)
+    other = types.ModuleType("on_cpu_other_of_a_test")
+    module.empty = other.empty = ()
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    Installer().install([row_of(f"{host}:empty")])
+    assert module.empty is two
+    assert other.empty == ()
+
+
 def test_an_installed_row_is_not_wrapped_again(host: str) -> None:
     installer = Installer()
     row = Row(target=f"{host}:f", replacement=lambda f: lambda: f() + 1, reason="a test", host=None)
