@@ -25,6 +25,7 @@ from megatron_anchor.corpus.indexed import write_index
 from megatron_anchor.corpus.manifest import DomainCount, KeyManifest, write_domains
 
 _MOST_DOMAINS = 10_000
+_LOCK_SECONDS = 5.0
 _STREAMS = ("bin", "lengths", "ends", "domains")
 
 
@@ -152,13 +153,19 @@ class CorpusOutput:
             self.checkpoint()
 
     def _lock(self) -> None:
+        """Keep other runs out; one that was killed just now gets a moment to let go."""
         self._lock_file = open(self.folder / "lock", "w")  # noqa: SIM115 - held until close
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CorpusError(
-                f"another run is writing {self.folder}; wait for it to end"
-            ) from error
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise CorpusError(
+                        f"another run is writing {self.folder}; wait for it to end"
+                    ) from error
+                time.sleep(0.1)
 
     def _check_identity(self) -> None:
         before = json.loads((self.folder / "run.json").read_text())

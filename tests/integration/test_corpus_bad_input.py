@@ -315,7 +315,7 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path):
     arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers"]
     arguments += ["1", "--tokenizer-type", "ByteLevelTokenizer", "--chunk-kb", "16"]
     command = [sys.executable, "-c", limited, *arguments, "--checkpoint-seconds", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=180)
     assert done.returncode == 1
     assert "cannot be written: File too large. Make room" in done.stderr
     assert no_result(tmp_path / "out")
@@ -362,7 +362,7 @@ def test_a_worker_that_dies_ends_the_run_with_its_cause(tmp_path, how):
     ]
     os.kill(victims[-1], how)
     killed = time.monotonic()
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == 1
     assert f"signal {how.name}" in stderr
     assert "--resume" in stderr
@@ -385,9 +385,10 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
         run(source / "below", source)
 
 
-def test_two_runs_cannot_write_one_output(tmp_path):
+def test_two_runs_cannot_write_one_output(tmp_path, monkeypatch):
     import fcntl
 
+    monkeypatch.setattr("megatron_anchor.corpus.output._LOCK_SECONDS", 0.3)
     source = write_jsonl(tmp_path / "in.jsonl", ["a"])
     (tmp_path / "out.partial").mkdir()
     with open(tmp_path / "out.partial" / "lock", "w") as lock:
