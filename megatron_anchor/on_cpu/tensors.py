@@ -164,7 +164,7 @@ ROWS = (
     Row(
         target="torch:Tensor.to",
         replacement=moving,
-        reason="moving to a CUDA device leaves the tensor on the CPU; to('cpu') copies, as cpu() does",
+        reason="moving to a CUDA device leaves the tensor on the CPU; to('cpu') makes a copy",
     ),
     Row(
         target="torch:Tensor.cpu",
