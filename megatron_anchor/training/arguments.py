@@ -11,7 +11,6 @@ from typing import Any, Literal
 from megatron_anchor import compat
 from megatron_anchor.packing.interleave import Interleaving
 
-
 ANCHOR_TOKEN_FLAGS = ["--anchor-token", "--anchor-token-id"]
 
 
