@@ -22,6 +22,7 @@ FACTORIES = (
 NEW_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
+@functools.cache  # asked for every tensor that is made
 def meant(device: Any) -> Any:
     """Return the device that a program gets: the CPU for every CUDA device.
 
