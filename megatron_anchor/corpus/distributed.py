@@ -47,8 +47,7 @@ def preprocess_on_ray(config: PreprocessConfig, *, shards: int = 0) -> Summary:
     began = time.monotonic()
     started = not ray.is_initialized()
     if started:
-        address = os.environ.get("RAY_ADDRESS")
-        ray.init(address=address, log_to_driver=False, include_dashboard=None if address else False)
+        _start_ray()
     try:
         cores = int(ray.cluster_resources().get("CPU", 1))
         workers = min(config.workers or 1, cores)
@@ -74,6 +73,17 @@ def preprocess_on_ray(config: PreprocessConfig, *, shards: int = 0) -> Summary:
             ray.shutdown()
     merged = _merge(config, configs, [s for s in summaries if s is not None])
     return replace(merged, seconds=round(time.monotonic() - began, 3))
+
+
+def _start_ray() -> None:
+    """Join the cluster at RAY_ADDRESS, or start a local Ray where that is not set."""
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(address=address, log_to_driver=False, include_dashboard=None if address else False)
+    except Exception as error:  # Ray raises bare Exceptions here
+        raise CorpusError(f"Ray could not be started (RAY_ADDRESS={address}): {error}") from error
 
 
 def _run_shard(config: PreprocessConfig) -> Summary:

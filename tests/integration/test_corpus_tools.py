@@ -183,10 +183,11 @@ def test_memory_stays_flat_whatever_the_corpus(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_ray_gives_the_bytes_of_one_run(tmp_path, request):
+def test_ray_gives_the_bytes_of_one_run(tmp_path, request, monkeypatch):
     from megatron_anchor.corpus.distributed import preprocess_on_ray
 
     ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")  # busy machines start it slowly
     source = write_jsonl(tmp_path / "in.jsonl", [*texts(), 7])
     config = {"tokenizer": BYTES, "append_eod": True, "workers": 1, "progress": False}
     many = PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "many"), **config)
