@@ -182,19 +182,31 @@ def test_memory_stays_flat_whatever_the_corpus(tmp_path):
     assert large < small + 12_000, f"peak {small} KB, then {large} KB"
 
 
+def _patiently(call):
+    """Ray gives its own start 30 seconds, which a busy machine may exceed: then once more."""
+    for _ in range(3):
+        try:
+            return call()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    pytest.skip("Ray does not start on this machine")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_ray_gives_the_bytes_of_one_run(tmp_path, request, monkeypatch):
+def test_ray_gives_the_bytes_of_one_run(tmp_path, request):
     from megatron_anchor.corpus.distributed import preprocess_on_ray
 
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")  # busy machines start it slowly
     source = write_jsonl(tmp_path / "in.jsonl", [*texts(), 7])
     config = {"tokenizer": BYTES, "append_eod": True, "workers": 1, "progress": False}
     many = PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "many"), **config)
-    with pytest.raises(CorpusError, match=rf"shard 2/3: .*in.jsonl:{len(texts()) + 1}: not a str"):
-        preprocess_on_ray(many, shards=3)  # starts and ends a local Ray by itself
+    bad_row = rf"shard 2/3: .*in.jsonl:{len(texts()) + 1}: not a str"
+    with pytest.raises(CorpusError, match=bad_row):
+        # starts and ends a local Ray by itself
+        _patiently(lambda: preprocess_on_ray(many, shards=3))
     assert not ray.is_initialized()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    _patiently(lambda: ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False))
     request.addfinalizer(ray.shutdown)
     done = preprocess_on_ray(replace(many, resume=True, on_error="skip"), shards=3)
     assert json.loads(Path(done.rejected_file).read_text())["row"] == len(texts()) + 1
