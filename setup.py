@@ -37,6 +37,8 @@ setup(
         "flash": ["flash-attn>=2.8"],
         "plot": ["matplotlib>=3.9"],
         "zstd": ["zstandard>=0.23"],
+        "fast": ["gigatoken", "orjson"],
+        "ray": ["ray>=2.40"],
         "dev": [
             "pytest>=8.3",
             "hypothesis>=6.100",
@@ -48,7 +50,6 @@ setup(
         ],
     },
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",

@@ -27,6 +27,13 @@ def require_supported_megatron() -> None:
         )
 
 
+def have_cuda() -> bool:
+    """Say whether there is a CUDA device, or something in its place (megatron_anchor.on_cpu)."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def have_transformer_engine() -> bool:
     """Say whether Transformer Engine is installed, without importing it (8 s)."""
     return importlib.util.find_spec("transformer_engine") is not None

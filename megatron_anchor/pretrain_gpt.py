@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import NoReturn
 
 PROGRAM_START = time.time()
+SECONDS_FOR_THE_REASON = 60
 
 from megatron_anchor import compat  # noqa: E402
 
@@ -21,6 +23,11 @@ def main() -> None:
     Exits with status 2 and the reasons on rank 0 when the arguments cannot run.
     """
     compat.require_supported_megatron()
+    if not compat.have_cuda():
+        _end_with(
+            "error: no CUDA device was found. To run on the CPU put megatron_anchor.on_cpu in "
+            "front: torchrun ... -m megatron_anchor.on_cpu -m megatron_anchor.pretrain_gpt ..."
+        )
     compat.use_shipped_dataset_helpers()
     compat.quiet_expected_warnings()
 
@@ -37,12 +44,21 @@ def main() -> None:
     try:
         args = compat.parse_and_validate_args(add_anchor_arguments, check=require_supported)
     except ValueError as error:
-        # The user's arguments, not our code: the reasons without a traceback from every rank.
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        _end_with(f"error: {error}")
     container = pretrain_cfg_container_from_args(args, model_config(args))
     pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+
+
+def _end_with(message: str) -> NoReturn:
+    """End a launch for the user's arguments: the reasons once a node, without tracebacks.
+
+    torchrun kills all ranks when the first one ends, so the others wait for the one that speaks.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(SECONDS_FOR_THE_REASON)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

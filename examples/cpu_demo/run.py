@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -161,7 +161,16 @@ def train(demo: Path, pattern: str, *flags: str) -> list[Step]:
                 bar.set_description(f"    loss {step.loss:.3f}")
     if process.returncode:
         raise SystemExit(f"training failed, see {log}:\n{''.join(errors)}")
-    return steps
+    return undo_mean(steps)
+
+
+def undo_mean(steps: list[Step]) -> list[Step]:
+    """Take the first line out of the second, which Megatron prints as the mean of both."""
+    if len(steps) < 2:
+        return steps
+    first, mean = (astuple(step)[1:] for step in steps[:2])
+    second = Step(steps[1].iteration, *(2 * m - f for f, m in zip(first, mean, strict=True)))
+    return [steps[0], second, *steps[2:]]
 
 
 def parse(line: str) -> Step | None:

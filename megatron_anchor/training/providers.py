@@ -192,6 +192,11 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         lambda: mpu.get_tensor_model_parallel_rank() == 0,
         config,
     ).build()
+    if train is None and num_samples[0] and mpu.get_tensor_model_parallel_rank() == 0:
+        raise ValueError(
+            f"no document is left for training: --split {args.split} gives the training split "
+            "nothing; give its first number a share"
+        )
     balance = balancing(args)
     if balance is not None and train is not None:
         train = BalancedDataset(train, balance)

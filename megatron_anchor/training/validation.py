@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from megatron_anchor import compat
 from megatron_anchor.attention import ulysses
 from megatron_anchor.attention.backends import AttentionRequest, choose_backend
+from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import check_attention_pattern
 from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
 
 UNSUPPORTED_FLAGS = {
     "multi_latent_attention": "--multi-latent-attention: MLA rotates only a part of each key and "
-    "shares it between heads, which this attention module does not do",
+    "shares it between heads, which this attention module does not do; train such a model with "
+    "Megatron's own pretrain_gpt.py",
     "mtp_num_layers": "--mtp-num-layers: multi-token prediction builds its own stock attention, "
     "which would ignore document boundaries without a word",
     "sft": "--sft: its dataset packs by itself; use a plain .bin/.idx corpus",
@@ -123,7 +126,16 @@ def _positions(args: Namespace) -> Iterator[str]:
             "--position-embedding-type rope (learned_absolute is Megatron's default)"
         )
     try:
-        rope_scaling(args)
+        scaling = rope_scaling(args)
+        if next(_shape(args), None) is None:
+            settings = RotarySettings(
+                head_dim=head_dim(args),
+                fraction=args.rotary_percent,
+                scaling=scaling,
+                max_position_embeddings=args.max_position_embeddings or 0,
+            )
+            if scaling:
+                inverse_frequencies(settings, seq_length=args.seq_length)
     except ValueError as error:
         yield str(error)
 
@@ -186,6 +198,21 @@ def _backend(args: Namespace) -> Iterator[str]:
 
 
 def _host_features(args: Namespace) -> Iterator[str]:
+    """What the host would answer with a bare assertion or traceback, or not at all."""
+    if args.eval_interval is None:
+        yield (
+            "--eval-interval is missing: Megatron needs it even with --eval-iters 0; any number "
+            "larger than --train-iters will do"
+        )
+    if args.full_validation and not args.multiple_validation_sets:
+        yield "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets with it"
+    if args.transformer_impl == "transformer_engine" and not compat.have_transformer_engine():
+        yield (
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; "
+            "pip install 'megatron-anchor[te]', or use --transformer-impl local"
+        )
+    if args.fp8 and args.transformer_impl != "transformer_engine":
+        yield f"--fp8-format {args.fp8}: only --transformer-impl transformer_engine has FP8 layers"
     if getattr(args, "softmax_type", "vanilla") != "vanilla":
         yield f"--softmax-type {args.softmax_type}: the kernels have no sink logit"
     if getattr(args, "cuda_graph_impl", "none") != "none":

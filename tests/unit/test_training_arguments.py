@@ -26,7 +26,8 @@ from megatron_anchor.training.validation import (
 
 GOOD = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 1 --position-embedding-type rope"
+    "--max-position-embeddings 64 --micro-batch-size 1 --position-embedding-type rope "
+    "--eval-interval 10"
 )
 
 
@@ -121,6 +122,12 @@ REFUSED = {
     "--interleave-chunks --attention-pattern intra-document-reset": "--interleave-chunks has no",
     "--balance-attention-work --rampup-batch-size 4 4 100": "leave out --rampup-batch-size",
     "--balance-attention-work --dataloader-type cyclic": "needs --dataloader-type single",
+    "--full-validation": "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets",
+    "--transformer-impl transformer_engine": "Transformer Engine is not installed",
+    "--fp8-format hybrid": "--fp8-format hybrid: only --transformer-impl transformer_engine",
+    '--rope-parameters \'{"rope_type":"yern"}\'': "unknown rope_type 'yern'",
+    '--rope-parameters \'{"rope_type":"linear"}\'': "'linear' needs a parameter",
+    "--rotary-percent 0.4": "RoPE rotates pairs",
     "--window-size 128,0": "sliding-window attention is not implemented",
 }
 
