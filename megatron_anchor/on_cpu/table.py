@@ -5,8 +5,8 @@ original, and says why. Rows whose module is not imported yet are installed at t
 module's import, so the order of `enable()` and the program's own imports does not matter; copies
 that `from module import name` made earlier are replaced as well.
 
-Installing the whole table takes 0.2 s. A stand-in costs one extra Python frame: 0.4 microseconds for
-a tensor factory, 0.6 for `Tensor.to`, nothing for `is_cuda`.
+Installing the whole table takes 0.2 s. A stand-in costs one extra Python frame: 0.4 microseconds
+for a tensor factory, 0.6 for `Tensor.to`, nothing for `is_cuda`.
 """
 
 import importlib
