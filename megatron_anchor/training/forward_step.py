@@ -15,6 +15,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
+from megatron_anchor.packing.statistics import attention_work_share, padding_share
 from megatron_anchor.training.batch import MicroBatch, get_batch
 
 stimer = StragglerDetector()
@@ -109,17 +110,17 @@ def packing_report(batch: MicroBatch, *, seq_length: int) -> dict[str, Tensor]:
         that the documents leave (sum of l (l + 1) over S (S + 1)).
     """
     samples = batch.num_documents.numel()
-    length_n = batch.packed.cu_seqlens_q.diff().double()
-    work = (length_n * (length_n + 1)).sum()
-    pairs = {
-        "documents per sample": (batch.num_documents.sum(), samples),
-        "padding share": (batch.num_padding.sum(), samples * seq_length),
-        "attention work": (work, samples * seq_length * (seq_length + 1)),
+    # Sums of each sample's share, and not of its work: Megatron adds these up in float32.
+    sums = {
+        "documents per sample": batch.num_documents.sum(),
+        "padding share": padding_share(batch.num_padding, sequence_length=seq_length).sum(),
+        "attention work": attention_work_share(
+            batch.packed.cu_seqlens_q, sequence_length=seq_length
+        ),
     }
-    # Scaled down to one sample: Megatron adds these up in float32.
     return {
-        name: torch.stack((total.float() / count * samples, total.new_tensor(samples).float()))
-        for name, (total, count) in pairs.items()
+        name: torch.stack((total.float(), total.new_tensor(samples).float()))
+        for name, total in sums.items()
     }
 
 
