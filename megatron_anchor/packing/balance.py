@@ -58,6 +58,10 @@ class Imbalance(NamedTuple):
     after: float
 
 
+IMBALANCE_FIGURES = ("imbalance_before", "imbalance_after")
+"""What a `BalancedDataset` adds to its samples, in millionths."""
+
+
 def deal(work: np.ndarray, *, hands: int) -> np.ndarray:
     """int64 [hands, len(work) / hands], numbers of the items, with nearly equal work in every row.
 
@@ -155,13 +159,22 @@ class BalancedDataset(torch.utils.data.Dataset):
         return getattr(self.dataset, name)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        """The sample that stands at place `idx`."""
+        """The sample that stands at place `idx`, and its global batch's imbalance.
+
+        `imbalance_before` and `imbalance_after` are int32 scalars in millionths, 0 where the batch
+        is not complete and stays as it is.
+        """
         size = self.settings.global_batch_size
         batch, place = divmod(idx - self.settings.first, size)
         begin = batch * size + self.settings.first
         if begin < 0 or begin + size > len(self):
-            return self.dataset[idx]  # an incomplete batch stays as it is
-        return self.dataset[begin + int(self._ordered(begin)[place])]
+            sample, found = self.dataset[idx], Imbalance(0, 0)
+        else:
+            order, found = self._ordered(begin)
+            sample = self.dataset[begin + int(order[place])]
+        millionths = (round(value * 1e6) for value in found)
+        figures = (torch.tensor(value, dtype=torch.int32) for value in millionths)
+        return sample | dict(zip(IMBALANCE_FIGURES, figures, strict=True))
 
     def work(self, begin: int) -> np.ndarray:
         """float64 [global batch], work of the samples from `begin` on."""
@@ -169,18 +182,19 @@ class BalancedDataset(torch.utils.data.Dataset):
         linear = self.settings.linear
         return np.array([sample_work(self.dataset, n, linear=linear) for n in samples])
 
-    def _order(self, begin: int) -> np.ndarray:
-        return order_batch(self.work(begin), self.settings)
+    def _order(self, begin: int) -> tuple[np.ndarray, Imbalance]:
+        """Order of a batch, and how far from equal the ranks' work is without and with it."""
+        work = self.work(begin)
+        order = order_batch(work, self.settings)
+        return order, Imbalance(
+            imbalance(work, self.settings), imbalance(work[order], self.settings)
+        )
 
     def imbalances(self, batches: int) -> list[Imbalance]:
         """Of the first so many global batches."""
-        found = []
         size = self.settings.global_batch_size
-        for begin in range(self.settings.first, len(self) - size + 1, size)[:batches]:
-            work = self.work(begin)
-            after = work[order_batch(work, self.settings)]
-            found.append(Imbalance(imbalance(work, self.settings), imbalance(after, self.settings)))
-        return found
+        begins = range(self.settings.first, len(self) - size + 1, size)[:batches]
+        return [self._order(begin)[1] for begin in begins]
 
     def report(self, batches: int = 16) -> str:
         """One line for the log: the imbalance before and after, over the first global batches."""

@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add("--interleave-chunks", action="store_true")
     add("--interleave-max-chunks", type=int, default=Interleaving.max_chunks)
     add("--interleave-min-chunk-length", type=int, default=Interleaving.min_chunk_length)
+    add("--interleave-max-chunk-length", type=int)
     add("--anchor-token-id", type=int, metavar="ID", help="default: bos or eos of the tokenizer")
     add("--anchor-position", type=int, default=0, metavar="N")
     add("--no-anchor-first-token-loss", action="store_true")
@@ -118,7 +119,9 @@ def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) 
     if tokenizer:
         stand_in.tokenize = lambda text: tokenizer.native_engine.encode_batch([text])[0].tolist()
     interleaving = Interleaving(
-        max_chunks=args.interleave_max_chunks, min_chunk_length=args.interleave_min_chunk_length
+        max_chunks=args.interleave_max_chunks,
+        min_chunk_length=args.interleave_min_chunk_length,
+        max_chunk_length=args.interleave_max_chunk_length,
     )
     config = PackedDatasetConfig(
         random_seed=args.seed,

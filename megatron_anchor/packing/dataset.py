@@ -56,8 +56,8 @@ class PackedDataset(MegatronDataset):
 
     `dataset[i]` is a dict of tensors: tokens, labels (0 where masked), position_ids int64 [S],
     loss_mask float32 [S], cu_seqlens int32 [ceil(S / 2) + 1] (segment borders, then S repeated),
-    max_seqlen, num_documents (slices), num_padding (slots) int32 scalars. `dataset[None]` is a
-    sample without targets, to fill a batch with.
+    max_seqlen, num_documents (slices), num_cut (slices of cut documents), num_padding (slots) int32
+    scalars. `dataset[None]` is a sample without targets, to fill a batch with.
 
     Args:
         dataset: the corpus.

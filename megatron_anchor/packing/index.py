@@ -53,6 +53,11 @@ class Pieces(NamedTuple):
     """int64, slots behind the slice that hold nothing."""
 
     @property
+    def is_cut(self) -> np.ndarray:
+        """bool [P], whether other samples hold parts of the slice's document."""
+        return ~self.anchor_has_target | self.last_has_target
+
+    @property
     def tokens_read(self) -> np.ndarray:
         """int64 [P], tokens needed from `start` on: the slice, and the label behind it if any."""
         return self.length + self.last_has_target

@@ -71,7 +71,8 @@ def lay_out(
     Returns:
         tokens, labels (0 where masked), position_ids: int64 [S]; loss_mask: float32 [S];
         cu_seqlens: int32 [L], segment borders, then S repeated; max_seqlen, num_documents
-        (slices), num_padding (slots): int32 scalars (0-d arrays).
+        (slices), num_cut (slices of documents that are cut), num_padding (slots): int32 scalars
+        (0-d arrays).
     """
     check_attention_pattern(attention_pattern)
     slots_P = pieces.head + pieces.length
@@ -135,6 +136,7 @@ def lay_out(
         "cu_seqlens": cu_seqlens_L,
         "max_seqlen": np.array(np.diff(cu_seqlens_L[: num_documents + 2]).max(), dtype=np.int32),
         "num_documents": np.array(num_documents, dtype=np.int32),
+        "num_cut": np.array(pieces.is_cut.sum(), dtype=np.int32),
         "num_padding": np.array(sequence_length - filled, dtype=np.int32),
     }
 

@@ -65,6 +65,10 @@ class AnchorArguments:
     interleave_min_chunk_length: int = 16
     """Slots of a chunk, at least; shorter documents stay whole."""
 
+    interleave_max_chunk_length: int | None = None
+    """Slots of a chunk, at most; longer documents get as many chunks as that takes, be they more
+    than --interleave-max-chunks. Default: no bound."""
+
     balance_attention_work: bool = False
     """Order the samples inside each global batch so that data-parallel ranks and micro-batches have
     nearly equal attention work. The batch's samples stay the same."""
@@ -137,6 +141,7 @@ def interleaving(args: Namespace) -> Interleaving | None:
     return Interleaving(
         max_chunks=args.interleave_max_chunks,
         min_chunk_length=args.interleave_min_chunk_length,
+        max_chunk_length=args.interleave_max_chunk_length,
     )
 
 

@@ -20,6 +20,8 @@ from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_b
 from megatron_anchor.packing.layout import cu_seqlens_length
 
 SLOT_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+FIGURES = ("num_documents", "num_cut", "num_padding")
+"""Numbers that come with every sample, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +36,16 @@ class MicroBatch:
     """[B, s] float32, 1 where the label counts."""
     packed: AnchorPackedSeqParams
     """Documents and positions for the attention layers."""
-    num_documents: Tensor
-    """[B] int64: documents of each sample."""
-    num_padding: Tensor
-    """[B] int64: padding slots of each sample."""
+    figures: dict[str, Tensor]
+    """[B] int64 each: what the samples are made of, see FIGURES."""
 
 
 def get_batch(
-    data_iterator: Iterator[dict[str, Tensor]] | None, *, micro_batch_size: int, seq_length: int
+    data_iterator: Iterator[dict[str, Tensor]] | None,
+    *,
+    micro_batch_size: int,
+    seq_length: int,
+    figures: tuple[str, ...] = FIGURES,
 ) -> MicroBatch:
     """Read the next micro-batch and give this rank its part.
 
@@ -50,13 +54,14 @@ def get_batch(
             tensor-parallel rank 0.
         micro_batch_size: B.
         seq_length: S.
+        figures: names of the samples' figures, the same on every rank.
 
     Returns:
         The micro-batch on the current device; a contiguous piece of the sequence under context
         parallelism.
     """
     columns = {name: seq_length for name in SLOT_FIELDS}
-    columns |= {"cu_seqlens": cu_seqlens_length(seq_length), "num_documents": 1, "num_padding": 1}
+    columns |= {"cu_seqlens": cu_seqlens_length(seq_length), **dict.fromkeys(figures, 1)}
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         sample = next(data_iterator)
@@ -73,10 +78,12 @@ def get_batch(
             group=mpu.get_tensor_model_parallel_group(),
         )
     field = dict(zip(columns, table.split(list(columns.values()), dim=1), strict=True))
-    return _on_this_context_parallel_rank(field, seq_length)
+    return _on_this_context_parallel_rank(field, seq_length, figures)
 
 
-def _on_this_context_parallel_rank(field: dict[str, Tensor], seq_length: int) -> MicroBatch:
+def _on_this_context_parallel_rank(
+    field: dict[str, Tensor], seq_length: int, figures: tuple[str, ...]
+) -> MicroBatch:
     P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     s = seq_length // P
     piece = {name: field[name][:, r * s : (r + 1) * s].long() for name in SLOT_FIELDS}
@@ -85,6 +92,5 @@ def _on_this_context_parallel_rank(field: dict[str, Tensor], seq_length: int) ->
         labels=piece["labels"],
         loss_mask=piece["loss_mask"].float(),
         packed=pack_micro_batch(piece["position_ids"], field["cu_seqlens"], seq_length=seq_length),
-        num_documents=field["num_documents"].squeeze(1).long(),
-        num_padding=field["num_padding"].squeeze(1).long(),
+        figures={name: field[name].squeeze(1).long() for name in figures},
     )

@@ -15,8 +15,9 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
+from megatron_anchor.packing.balance import IMBALANCE_FIGURES
 from megatron_anchor.packing.statistics import attention_work_share, padding_share
-from megatron_anchor.training.batch import MicroBatch, get_batch
+from megatron_anchor.training.batch import FIGURES, MicroBatch, get_batch
 
 stimer = StragglerDetector()
 
@@ -45,6 +46,8 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
             if model.training
             else args.eval_micro_batch_size,
             seq_length=args.seq_length,
+            # Only training samples are balanced.
+            figures=FIGURES + IMBALANCE_FIGURES * (model.training and args.balance_attention_work),
         )
     if model.training:
         update_seqlen_stats_from_cu_seqlens(batch.packed.cu_seqlens_q)  # Megatron's TFLOP/s figure
@@ -106,18 +109,26 @@ def packing_report(batch: MicroBatch, *, seq_length: int) -> dict[str, Tensor]:
         seq_length: S.
 
     Returns:
-        Documents per sample, share of padding slots, and the share of full causal attention's work
-        that the documents leave (sum of l (l + 1) over S (S + 1)).
+        Documents per sample and how many of them are cut, share of padding slots, the share of full
+        causal attention's work that the documents leave (sum of l (l + 1) over S (S + 1)), and,
+        where the batch is balanced, the largest rank's work over the mean, before and after.
     """
-    samples = batch.num_documents.numel()
+    figures = batch.figures
+    samples = figures["num_documents"].numel()
     # Sums of each sample's share, and not of its work: Megatron adds these up in float32.
     sums = {
-        "documents per sample": batch.num_documents.sum(),
-        "padding share": padding_share(batch.num_padding, sequence_length=seq_length).sum(),
+        "documents per sample": figures["num_documents"].sum(),
+        "cut documents per sample": figures["num_cut"].sum(),
+        "padding share": padding_share(figures["num_padding"], sequence_length=seq_length).sum(),
         "attention work": attention_work_share(
             batch.packed.cu_seqlens_q, sequence_length=seq_length
         ),
     }
+    for name, log_name in zip(
+        IMBALANCE_FIGURES, ("work imbalance in order", "work imbalance"), strict=True
+    ):
+        if name in figures:
+            sums[log_name] = figures[name].sum() / 1e6
     return {
         name: torch.stack((total.float(), total.new_tensor(samples).float()))
         for name, total in sums.items()

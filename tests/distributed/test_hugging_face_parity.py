@@ -207,8 +207,7 @@ def micro_batches(layout):
             labels=labels,
             loss_mask=loss_mask,
             packed=pack_micro_batch(positions, cu_seqlens, seq_length=S),
-            num_documents=torch.tensor([len(SAMPLES[n]) for n in numbers]),
-            num_padding=torch.zeros(size, dtype=torch.int64),
+            figures={},
         )
         yield numbers, piece, batch
 

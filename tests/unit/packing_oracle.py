@@ -16,7 +16,7 @@ from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 
 ANCHOR, PAD, VOCAB_SIZE = 1, 0, 60000
 TENSOR_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
-SCALAR_FIELDS = ("max_seqlen", "num_documents", "num_padding")
+SCALAR_FIELDS = ("max_seqlen", "num_documents", "num_cut", "num_padding")
 
 
 class Slot(NamedTuple):
@@ -158,6 +158,10 @@ def expected_fields(
         predicts_first = kind in ("anchor", "tag") and label is not None
         labels.append(None if predicts_first and not first_token_loss else label)
     num_documents = len(borders)
+    slices = [
+        [slot for slot in sample[begin:end] if slot.kind != "filling"]
+        for begin, end in itertools.pairwise([*borders, len(sample)])
+    ]
     tail = sequence_length - len(sample)
     if tail:
         borders.append(len(sample))
@@ -176,8 +180,16 @@ def expected_fields(
         "cu_seqlens": borders + [sequence_length] * (length - len(borders)),
         "max_seqlen": max(b - a for a, b in itertools.pairwise(borders)),
         "num_documents": num_documents,
+        "num_cut": len(slices) - sum(is_whole(part) for part in slices),
         "num_padding": num_padding,
     }
+
+
+def is_whole(part: list[Slot]) -> bool:
+    """Whether a slice holds its document's first token as a target, and its last one as text."""
+    return part[-1].label is None and any(
+        slot.label is not None for slot in part if slot.kind != "text"
+    )
 
 
 def plain(sample: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_anchor.packing.balance import (
+    IMBALANCE_FIGURES,
     BalancedDataset,
     Balancing,
     deal,
@@ -93,6 +94,10 @@ def test_the_sampler_deals_out_what_was_planned_and_no_sample_changes_its_batch(
     whole = [sample["tokens"].tolist() for sample in dataset]
     moved = [sample["tokens"].tolist() for sample in (balanced[n] for n in range(len(dataset)))]
     assert moved[:5] == whole[:5]
+    assert not any(int(balanced[4][name]) for name in IMBALANCE_FIGURES)
+    for number in (5, 28):
+        found = tuple(int(balanced[number][name]) / 1e6 for name in IMBALANCE_FIGURES)
+        assert found == pytest.approx(balanced.imbalances(1)[0], abs=1e-6)
     for begin in range(5, len(whole), batch):
         ours, theirs = moved[begin : begin + batch], whole[begin : begin + batch]
         assert Counter(map(tuple, ours)) == Counter(map(tuple, theirs))

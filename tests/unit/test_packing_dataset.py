@@ -166,6 +166,7 @@ def test_samples_collate_into_batches(tmp_path: Path) -> None:
         "cu_seqlens": (torch.int32, (3, 6)),
         "max_seqlen": (torch.int32, (3,)),
         "num_documents": (torch.int32, (3,)),
+        "num_cut": (torch.int32, (3,)),
         "num_padding": (torch.int32, (3,)),
     }
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.packing.interleave import Interleaving, interleave
+from megatron_anchor.packing.interleave import Interleaving, _split, interleave
 from tests.unit.packing_oracle import plain
 from tests.unit.test_packing_options import build, packings
 
@@ -34,7 +34,7 @@ def test_chunks_are_shuffled_documents_in_order_within_the_bounds() -> None:
         for piece in range(len(slots)):
             assert (np.diff(order[owner == piece]) == 1).all()
         runs = [(piece, len(list(run))) for piece, run in itertools.groupby(owner)]
-        for piece, length in runs:
+        for piece, length in runs:  # of one chunk, or more that happen to meet
             assert length >= min(least, slots[piece])
         numbers = Counter(piece for piece, _ in runs)
         assert all(number <= most for number in numbers.values())
@@ -48,6 +48,47 @@ def test_chunks_are_shuffled_documents_in_order_within_the_bounds() -> None:
         "documents in another order",
         "as many chunks as allowed",
     }
+
+
+def test_chunks_keep_both_length_bounds_and_fill_their_documents() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(deadline=None, max_examples=300)
+    @given(
+        st.lists(st.integers(1, 60), min_size=1, max_size=5),
+        st.integers(1, 5),
+        st.integers(1, 9),
+        st.integers(0, 9),
+        st.integers(0, 99),
+    )
+    def check(slots: list[int], most: int, least: int, above: int, seed: int) -> None:
+        longest = 2 * least - 1 + above
+        bounds = Interleaving(max_chunks=most, min_chunk_length=least, max_chunk_length=longest)
+        owner, lengths = _split(np.array(slots), bounds, np.random.default_rng(seed))
+        assert owner.tolist() == sorted(owner)
+        assert len(owner) == len(lengths)
+        for piece, document in enumerate(slots):
+            chunks = lengths[owner == piece].tolist()
+            assert sum(chunks) == document
+            assert all(min(least, document) <= length <= longest for length in chunks)
+            assert len(chunks) <= max(most, -(-document // longest))
+            seen["more chunks than allowed, for their length"] += len(chunks) > most
+            seen["a longest chunk among others"] += longest in chunks and len(set(chunks)) > 2
+
+    check()
+    assert min(seen.values()) > 10
+    assert len(seen) == 2
+
+
+def test_every_way_to_split_is_about_as_likely() -> None:
+    """Three slots in up to three chunks: each number of chunks and each place of a cut occurs."""
+    found: Counter[tuple[int, ...]] = Counter()
+    bounds = Interleaving(max_chunks=3, min_chunk_length=1)
+    for seed in range(300):
+        _, lengths = _split(np.array([4]), bounds, np.random.default_rng(seed))
+        found[tuple(lengths.tolist())] += 1
+    assert set(found) == {(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)}
+    assert min(found.values()) > 300 / 7 / 3
 
 
 def test_full_moves_tokens_and_masked_patterns_move_positions_alike() -> None:

@@ -42,6 +42,7 @@ COMMON = {
         [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     ],
     "num_documents": [3, 3, 1],
+    "num_cut": [1, 2, 1],
     "num_padding": [0, 0, 10],
 }
 MASKED = {
@@ -150,6 +151,7 @@ def test_fields_have_the_promised_types_and_shapes() -> None:
         "cu_seqlens": ("int32", (7,)),
         "max_seqlen": ("int32", ()),
         "num_documents": ("int32", ()),
+        "num_cut": ("int32", ()),
         "num_padding": ("int32", ()),
     }
 

@@ -34,6 +34,11 @@ def test_balancing_changes_no_loss_and_no_gradient(tmp_path: Path) -> None:
         assert set(plain) == {1, 2, 3}
         assert balanced == pytest.approx(plain, rel=2e-6)
     assert 0 < curves[0]["padding share"][1] < 1
+    assert 0 < curves[0]["cut documents per sample"][1] < curves[0]["documents per sample"][1]
+    before, after = curves[1]["work imbalance in order"], curves[1]["work imbalance"]
+    assert all(1 <= after[step] <= before[step] for step in (1, 2, 3))
+    assert after != before
+    assert "work imbalance" not in curves[0]
     assert curves[0]["attention work"] == pytest.approx(curves[1]["attention work"])
 
 

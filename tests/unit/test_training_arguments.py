@@ -58,6 +58,7 @@ def test_all_our_flags_are_these(parse):
         "interleave_chunks",
         "interleave_max_chunks",
         "interleave_min_chunk_length",
+        "interleave_max_chunk_length",
         "balance_attention_work",
         "attention_precision",
         "anchor_attention_backend",
@@ -119,6 +120,7 @@ REFUSED = {
     "--domain-tag-format {source}": "--domain-tag-format '{source}', expected a text with {domain}",
     "--interleave-chunks --interleave-max-chunks 0": "--interleave-max-chunks 0, expected 1 or",
     "--interleave-chunks --interleave-min-chunk-length 0": "min-chunk-length 0, expected 1",
+    "--interleave-chunks --interleave-max-chunk-length 30": "length 30, expected at least 31",
     "--interleave-chunks --attention-pattern intra-document-reset": "--interleave-chunks has no",
     "--balance-attention-work --rampup-batch-size 4 4 100": "leave out --rampup-batch-size",
     "--balance-attention-work --dataloader-type cyclic": "needs --dataloader-type single",
@@ -218,6 +220,8 @@ def test_interleaving_and_first_token_loss_follow_the_flags(parse):
     assert interleaving(parse()) is None
     flags = "--interleave-chunks --interleave-max-chunks 3 --interleave-min-chunk-length 5"
     assert interleaving(parse(flags)) == Interleaving(max_chunks=3, min_chunk_length=5)
+    flags += " --interleave-max-chunk-length 9"
+    assert interleaving(parse(flags)).max_chunk_length == 9
     assert parse().anchor_first_token_loss
     assert not parse("--no-anchor-first-token-loss").anchor_first_token_loss
 
