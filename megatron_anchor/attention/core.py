@@ -23,9 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_anchor.attention import ulysses
-from megatron_anchor.attention.backends import load_backend
+from megatron_anchor.attention.backends import Layer, bind_backend
+from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSSES
+from megatron_anchor.attention.fused_rope import rotate_in_one_pass
 from megatron_anchor.attention.packed import AnchorPackedSeqParams
-from megatron_anchor.attention.rope import RotarySettings, rotate
+from megatron_anchor.attention.rope import RotarySettings
 
 
 class AnchorCoreAttention(MegatronModule):
@@ -38,11 +40,14 @@ class AnchorCoreAttention(MegatronModule):
         attention_type: Megatron's name of the attention kind (``self``).
         cp_comm_type: context-parallel kind of this layer.
         softmax_scale: factor of the logits; None means 1 / sqrt(head_dim).
-        pg_collection: process groups; its ``cp`` is used.
+        pg_collection: process groups; its ``cp`` is used, and ``tp`` and ``hcp`` by Transformer
+            Engine.
         rotary: settings of the rotation (bound by the layer spec).
         backend: name of the kernel (bound by the layer spec).
         precision: ``model``, or ``fp32`` for float32 from the rotation to the output, whatever the
             model's dtype (bound by the layer spec).
+        context_parallel: ``ulysses``, or ``te`` for Transformer Engine's own, where a rank holds
+            zigzag pieces (bound by the layer spec).
     """
 
     def __init__(
@@ -58,19 +63,31 @@ class AnchorCoreAttention(MegatronModule):
         rotary: RotarySettings,
         backend: str,
         precision: str = "model",
+        context_parallel: str = ULYSSES,
     ) -> None:
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"packed documents need a causal mask, got {attn_mask_type}")
         assert attention_type == "self", attention_type
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "hcp"])
         self.layer_number = max(1, layer_number)
         self.rotary = None if _skips_rope(config, self.layer_number) else rotary
         self.scale = softmax_scale or 1.0 / math.sqrt(rotary.head_dim)
         self.cp_group = pg_collection.cp
-        self.cp_comm_type = cp_comm_type
-        self.backend = load_backend(backend)
+        self.by_ulysses = self.cp_group.size() > 1 and context_parallel == ULYSSES
+        self.backend = backend
+        own_communication = context_parallel == TRANSFORMER_ENGINE and self.cp_group.size() > 1
+        self.attend = bind_backend(
+            backend,
+            Layer(
+                config=config,
+                layer_number=self.layer_number,
+                scale=self.scale,
+                pg_collection=pg_collection,
+                cp_comm_type=cp_comm_type if own_communication else None,
+            ),
+        )
         assert precision in ("model", "fp32"), precision
         self.precision = precision
 
@@ -101,7 +118,8 @@ class AnchorCoreAttention(MegatronModule):
             [s, B, H x D] in the dtype of ``query``.
 
         Raises:
-            ValueError: without packed documents, or with an attention bias.
+            ValueError: without packed documents, with an attention bias, or with a shared anchor
+                for a kernel that knows copies only.
         """
         if not isinstance(packed_seq_params, AnchorPackedSeqParams):
             raise ValueError(
@@ -111,14 +129,19 @@ class AnchorCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ValueError("AnchorCoreAttention does not support an attention bias")
+        if packed_seq_params.shared_anchor and self.backend != "flex":
+            raise ValueError(
+                f"the kernel {self.backend} knows no shared anchor: give every document its copy "
+                "of the anchor, or use --anchor-attention-backend flex"
+            )
         dtype = query.dtype
         if self.precision == "fp32":
             query, key, value = query.float(), key.float(), value.float()
         if self.rotary is not None:
             cos, sin = packed_seq_params.rotation(self.rotary)
-            query = rotate(query, cos, sin, interleaved=self.rotary.interleaved)
-            key = rotate(key, cos, sin, interleaved=self.rotary.interleaved)
-        if self.cp_group.size() == 1:
+            query = rotate_in_one_pass(query, cos, sin, interleaved=self.rotary.interleaved)
+            key = rotate_in_one_pass(key, cos, sin, interleaved=self.rotary.interleaved)
+        if not self.by_ulysses:
             return self._attend(query, key, value, packed_seq_params).flatten(2).to(dtype)
         q, k, v = ulysses.gather_sequence(query, key, value, group=self.cp_group)
         out = self._attend(q, k, v, packed_seq_params)
@@ -132,7 +155,7 @@ class AnchorCoreAttention(MegatronModule):
         q_THD, k_TGD, v_TGD = (x.transpose(0, 1).flatten(0, 1) for x in (q_SBHD, k_SBGD, v_SBGD))
         dropout = self.config.attention_dropout if self.training else 0.0
         with self._dropout_rng(dropout):
-            out_THD = self.backend.attend(
+            out_THD = self.attend(
                 q_THD, k_TGD, v_TGD, packed=packed, scale=self.scale, dropout=dropout
             )
         return out_THD.unflatten(0, (B, -1)).transpose(0, 1)

@@ -11,6 +11,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_anchor.attention.backends.request import ULYSSES
 from megatron_anchor.attention.core import AnchorCoreAttention
 from megatron_anchor.attention.norms import TorchNorm
 from megatron_anchor.attention.rope import RotarySettings
@@ -22,6 +23,7 @@ def anchor_block_spec(
     rotary: RotarySettings,
     backend: str,
     precision: str = "model",
+    context_parallel: str = ULYSSES,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
@@ -35,6 +37,7 @@ def anchor_block_spec(
         rotary: rotation of queries and keys.
         backend: name of the attention kernel, already resolved.
         precision: of the attention core, ``model`` or ``fp32``.
+        context_parallel: who communicates, ``ulysses`` or ``te``.
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; None means this process' own.
 
@@ -50,7 +53,11 @@ def anchor_block_spec(
         pp_rank=pp_rank,
     )
     core_attention = partial(
-        AnchorCoreAttention, rotary=rotary, backend=backend, precision=precision
+        AnchorCoreAttention,
+        rotary=rotary,
+        backend=backend,
+        precision=precision,
+        context_parallel=context_parallel,
     )
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = core_attention
@@ -61,7 +68,11 @@ def anchor_block_spec(
 
 
 def layer_spec_provider(
-    *, rotary: RotarySettings, backend: str, precision: str = "model"
+    *,
+    rotary: RotarySettings,
+    backend: str,
+    precision: str = "model",
+    context_parallel: str = ULYSSES,
 ) -> Callable[..., Any]:
     """Wrap `anchor_block_spec` in the signature of ``GPTModelConfig.transformer_layer_spec``."""
 
@@ -71,6 +82,7 @@ def layer_spec_provider(
             rotary=rotary,
             backend=backend,
             precision=precision,
+            context_parallel=context_parallel,
             vp_stage=vp_stage,
         )
 

@@ -9,7 +9,9 @@ frequencies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -32,27 +34,46 @@ class AnchorPackedSeqParams(PackedSeqParams):
     """[B, s] int64: positions of *this* context-parallel rank's slots."""
     document_lengths: tuple[int, ...] = ()
     """The n lengths on the host, so that no layer has to wait for the device."""
-    _rotations: dict[RotarySettings, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    shared_anchor: bool = False
+    """The paper's layout: slot 0 of a sample is the only anchor and every document of the sample
+    sees it. Only the ``flex`` kernel does it; elsewhere documents carry copies of the anchor."""
+    _made: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Make something once a micro-batch and not once a layer; recomputation reads it again.
+
+        Args:
+            key: hashable name of the thing.
+            make: makes it.
+        """
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def rotation(self, settings: RotarySettings) -> tuple[Tensor, Tensor]:
-        """Give cos and sin for this rank's slots, computed once a micro-batch and not once a layer.
+        """Give cos and sin for this rank's slots.
 
         Returns:
-            cos and sin, [s, B, F] float32. Recomputation reads the same tensors again.
+            cos and sin, [s, B, F] float32.
         """
-        if settings not in self._rotations:
-            assert self.position_ids_Bs is not None
-            inv_freq_F, factor = inverse_frequencies(settings, seq_length=self.tokens_per_sample)
-            self._rotations[settings] = cos_and_sin(
-                self.position_ids_Bs.t(),
-                inv_freq_F.to(self.position_ids_Bs.device),
-                attention_factor=factor,
-            )
-        return self._rotations[settings]
+        return self.once(settings, lambda: self._rotation(settings))
+
+    def _rotation(self, settings: RotarySettings) -> tuple[Tensor, Tensor]:
+        assert self.position_ids_Bs is not None
+        inv_freq_F, factor = inverse_frequencies(settings, seq_length=self.tokens_per_sample)
+        return cos_and_sin(
+            self.position_ids_Bs.t(),
+            inv_freq_F.to(self.position_ids_Bs.device),
+            attention_factor=factor,
+        )
 
 
 def pack_micro_batch(
-    position_ids_Bs: Tensor, cu_seqlens_Bn: Tensor, *, seq_length: int
+    position_ids_Bs: Tensor,
+    cu_seqlens_Bn: Tensor,
+    *,
+    seq_length: int,
+    shared_anchor: bool = False,
 ) -> AnchorPackedSeqParams:
     """Merge the documents of a micro-batch's samples into one list.
 
@@ -61,6 +82,7 @@ def pack_micro_batch(
         cu_seqlens_Bn: [B, any] int32 cumulative lengths of each sample, from 0 to ``seq_length``,
             padded at the end by repetition.
         seq_length: S, the slots of a whole sample.
+        shared_anchor: see `AnchorPackedSeqParams`.
 
     Returns:
         Parameters whose documents cover the B x S slots, sample after sample, padding dropped.
@@ -80,4 +102,5 @@ def pack_micro_batch(
         tokens_per_sample=seq_length,
         position_ids_Bs=position_ids_Bs,
         document_lengths=lengths,
+        shared_anchor=shared_anchor,
     )

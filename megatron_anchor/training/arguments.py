@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from megatron_anchor import compat
+from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSSES
 from megatron_anchor.packing.interleave import Interleaving
 
 ANCHOR_TOKEN_FLAGS = ["--anchor-token", "--anchor-token-id"]
@@ -77,7 +78,14 @@ class AnchorArguments:
     """Precision of the attention core: the model's, or float32 from the rotation to the output."""
 
     anchor_attention_backend: str = "auto"
-    """Attention kernel: 'auto' takes the first one that can serve; 'sdpa' runs everywhere."""
+    """Attention kernel: 'te' (Transformer Engine), 'flash' (flash-attn), 'varlen' (torch's own
+    variable-length kernel), 'flex' (FlexAttention), 'sdpa' (runs everywhere), or 'auto': the first
+    of these that can serve; it says why not those before it."""
+
+    anchor_context_parallel: Literal["auto", "ulysses", "te"] = "auto"
+    """Who communicates under --context-parallel-size: 'ulysses' (ours: any kernel, no padding) or
+    'te' (Transformer Engine: documents are padded and split zigzag). 'auto' is ulysses when every
+    --cp-comm-type is a2a, else te."""
 
     rope_parameters: str | None = None
     """Scaled rotary embedding in Hugging Face's form, as JSON, for instance
@@ -130,8 +138,19 @@ def document_alignment(args: Namespace) -> int:
     """--document-alignment, else what the context parallelism needs."""
     if args.document_alignment is not None:
         return args.document_alignment
-    ours = args.context_parallel_size == 1 or set(args.cp_comm_type) == {"a2a"}
-    return 1 if ours else 2 * args.context_parallel_size
+    return 2 * args.context_parallel_size if splits_documents(args) else 1
+
+
+def context_parallel(args: Namespace) -> str:
+    """Resolve --anchor-context-parallel to ``ulysses`` or ``te``."""
+    if args.anchor_context_parallel != "auto":
+        return args.anchor_context_parallel
+    return ULYSSES if set(args.cp_comm_type) == {"a2a"} else TRANSFORMER_ENGINE
+
+
+def splits_documents(args: Namespace) -> bool:
+    """Say whether ranks hold zigzag pieces of every document, and not a piece of the sample."""
+    return args.context_parallel_size > 1 and context_parallel(args) == TRANSFORMER_ENGINE
 
 
 def interleaving(args: Namespace) -> Interleaving | None:

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.training import get_args
 from torch import Tensor
 
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_batch
+from megatron_anchor.attention.zigzag import slots_of_rank
 from megatron_anchor.packing.layout import cu_seqlens_length
+from megatron_anchor.training.arguments import splits_documents
 
 SLOT_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 FIGURES = ("num_documents", "num_cut", "num_padding")
@@ -57,8 +60,11 @@ def get_batch(
         figures: names of the samples' figures, the same on every rank.
 
     Returns:
-        The micro-batch on the current device; a contiguous piece of the sequence under context
-        parallelism.
+        The micro-batch on the current device. Under context parallelism a contiguous piece of the
+        sequence, or zigzag pieces of every document where Transformer Engine communicates.
+
+    Raises:
+        ValueError: if a document cannot be cut into the pieces that Transformer Engine needs.
     """
     columns = {name: seq_length for name in SLOT_FIELDS}
     columns |= {"cu_seqlens": cu_seqlens_length(seq_length), **dict.fromkeys(figures, 1)}
@@ -85,8 +91,12 @@ def _on_this_context_parallel_rank(
     field: dict[str, Tensor], seq_length: int, figures: tuple[str, ...]
 ) -> MicroBatch:
     P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-    s = seq_length // P
-    piece = {name: field[name][:, r * s : (r + 1) * s].long() for name in SLOT_FIELDS}
+    if splits_documents(get_args()):
+        slots_Bs = slots_of_rank(field["cu_seqlens"], cp_size=P, rank=r)
+        piece = {name: field[name].gather(1, slots_Bs).long() for name in SLOT_FIELDS}
+    else:
+        s = seq_length // P
+        piece = {name: field[name][:, r * s : (r + 1) * s].long() for name in SLOT_FIELDS}
     return MicroBatch(
         tokens=piece["tokens"],
         labels=piece["labels"],

@@ -16,7 +16,12 @@ from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
-from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
+from megatron_anchor.training.arguments import (
+    context_parallel,
+    document_alignment,
+    interleaving,
+    rope_scaling,
+)
 from megatron_anchor.training.validation import attention_request, head_dim
 
 
@@ -76,16 +81,19 @@ def model_config(args: Namespace) -> Any:
 
     The command line stays at ``--position-embedding-type rope``, which is what checkpoints record.
     """
-    backend = choose_backend(args.anchor_attention_backend, attention_request(args))
+    choice = choose_backend(args.anchor_attention_backend, attention_request(args))
     rotary = rotary_settings(args)
     print_rank_0(
-        f"> attention pattern {args.attention_pattern}, kernel {backend}, "
-        f"RoPE base {rotary.base:g}, rotation in float32 (angles {rotary.angle_dtype})"
+        f"> attention pattern {args.attention_pattern}, RoPE base {rotary.base:g}, rotation in "
+        f"float32 (angles {rotary.angle_dtype})\n> {choice.explain()}"
     )
     config = gpt_config_from_args(args)
     config.position_embedding_type = "none"
     config.transformer_layer_spec = layer_spec_provider(
-        rotary=rotary, backend=backend, precision=args.attention_precision
+        rotary=rotary,
+        backend=choice.name,
+        precision=args.attention_precision,
+        context_parallel=context_parallel(args),
     )
     return config
 

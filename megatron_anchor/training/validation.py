@@ -12,11 +12,17 @@ import torch
 
 from megatron_anchor import compat
 from megatron_anchor.attention import ulysses
-from megatron_anchor.attention.backends import AttentionRequest, choose_backend
+from megatron_anchor.attention.backends import AttentionRequest, choose_backend, this_hardware
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import check_attention_pattern
-from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
+from megatron_anchor.training.arguments import (
+    context_parallel,
+    document_alignment,
+    interleaving,
+    rope_scaling,
+    splits_documents,
+)
 
 UNSUPPORTED_FLAGS = {
     "multi_latent_attention": "--multi-latent-attention: MLA rotates only a part of each key and "
@@ -86,12 +92,21 @@ def attention_request(args: Namespace) -> AttentionRequest:
     if args.attention_precision == "fp32":
         dtype = torch.float32
     kinds = tuple(args.cp_comm_type) if args.context_parallel_size > 1 else ()
+    tp, sizes = args.tensor_model_parallel_size, args.hierarchical_context_parallel_sizes
     return AttentionRequest(
         head_dim=head_dim(args),
         dtype=dtype,
+        query_heads=max(1, args.num_attention_heads // tp),
+        kv_heads=max(1, _query_groups(args) // tp),
+        document_alignment=document_alignment(args),
+        context_parallel_size=args.context_parallel_size,
         context_parallel_kinds=kinds,
+        context_parallel=context_parallel(args),
+        a2a_size=sizes[0] if sizes else None,
+        preferred=getattr(args.attention_backend, "name", args.attention_backend),
         dropout=args.attention_dropout,
         deterministic=args.deterministic_mode,
+        hardware=this_hardware(),
     )
 
 
@@ -176,7 +191,7 @@ def _divisibility(args: Namespace) -> Iterator[str]:
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must be a "
             "multiple of the other"
         )
-    elif cp > 1 and (
+    elif (cp > 1 and not splits_documents(args)) and (
         reason := ulysses.why_not(
             query_heads=heads // tp, kv_heads=max(1, groups // tp), cp_size=cp
         )
@@ -211,6 +226,12 @@ def _host_features(args: Namespace) -> Iterator[str]:
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "
             "pip install 'megatron-anchor[te]', or use --transformer-impl local"
         )
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if getattr(args, name, False):
+            yield (
+                f"--{name.replace('_', '-')}: no kernel does FP8 attention over packed documents; "
+                "leave it out (the linear layers stay in FP8)"
+            )
     if args.fp8 and args.transformer_impl != "transformer_engine":
         yield f"--fp8-format {args.fp8}: only --transformer-impl transformer_engine has FP8 layers"
     if getattr(args, "softmax_type", "vanilla") != "vanilla":

@@ -8,13 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.attention.backends import (
-    BACKENDS,
-    AttentionRequest,
-    choose_backend,
-    load_backend,
-    sdpa,
-)
+from megatron_anchor.attention.backends import load_backend, sdpa
 from megatron_anchor.attention.heads import repeat_heads
 from megatron_anchor.attention.packed import pack_micro_batch
 from tests.oracle import dense_attention, document_mask, gradients
@@ -22,6 +16,10 @@ from tests.oracle import dense_attention, document_mask, gradients
 odd_lengths = st.lists(
     st.one_of(st.integers(1, 3), st.integers(14, 18), st.integers(30, 70)), min_size=1, max_size=9
 )
+
+
+ON_CPU = ["sdpa"]
+"""Backends with a backward pass on the CPU; tests/gpu has the others."""
 
 
 def packed_documents(lengths):
@@ -42,7 +40,7 @@ def random_inputs(T, heads, kv_heads, dtype, seed, D=8):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ON_CPU)
 @settings(deadline=None, max_examples=25)
 @given(
     lengths=odd_lengths,
@@ -71,7 +69,7 @@ def test_kernel_stays_within_twice_the_error_floor(name, dtype, lengths, heads, 
         assert error <= factor * allowed + ulp, (float(error), float(allowed))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_leaving_out_the_mask_would_be_noticed(name):
     q, k, v, _ = random_inputs(40, 2, 2, torch.float32, seed=1)
     apart, together = attend(name, [25, 15])(q, k, v), attend(name, [40])(q, k, v)
@@ -110,25 +108,6 @@ def test_gradient_of_repeated_heads_has_the_same_bits_for_any_split_over_ranks(c
     )
     assert torch.equal(at_once, in_steps)
     assert torch.allclose(at_once, upstream.unflatten(1, (3, copies)).sum(2), atol=1e-5)
-
-
-def request(**kwargs):
-    return AttentionRequest(**{"head_dim": 8, "dtype": torch.float32, **kwargs})
-
-
-def test_auto_takes_a_backend_that_can_serve():
-    assert choose_backend("auto", request(context_parallel_kinds=("a2a",))) == "sdpa"
-
-
-@pytest.mark.parametrize("name", ["auto", "sdpa"])
-def test_foreign_context_parallel_kind_is_refused_with_the_remedy(name):
-    with pytest.raises(ValueError, match=r"--cp-comm-type p2p needs .* use --cp-comm-type a2a"):
-        choose_backend(name, request(context_parallel_kinds=("p2p",)))
-
-
-def test_unknown_backend_is_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match=r"unknown .* 'sdap'; did you mean 'sdpa'\?"):
-        choose_backend("sdap", request())
 
 
 def test_importing_the_attention_package_imports_no_kernel_library():

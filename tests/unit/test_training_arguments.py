@@ -62,6 +62,7 @@ def test_all_our_flags_are_these(parse):
         "balance_attention_work",
         "attention_precision",
         "anchor_attention_backend",
+        "anchor_context_parallel",
         "rope_parameters",
         "rope_angle_dtype",
     ]

@@ -1,9 +1,10 @@
 """Kernels for causal attention inside documents, chosen by name from a lazy table.
 
-A backend is a module with two functions:
+A backend is a module with ``why_not(request) -> str | None``, the reason why it cannot serve or
+None (a pure function), and with one of
 
-- ``why_not(request) -> str | None``: the reason why it cannot serve, or None;
-- ``attend(q_THD, k_TGD, v_TGD, *, packed, scale, dropout) -> out_THD``.
+- ``attend(q_THD, k_TGD, v_TGD, *, packed, scale, dropout) -> out_THD``;
+- ``bind(layer) -> attend``, where each layer needs an object of its own.
 
 Importing this package imports no kernel library.
 """
@@ -13,37 +14,31 @@ from __future__ import annotations
 import difflib
 import importlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_anchor.attention.backends.request import AttentionRequest, Hardware, this_hardware
 from megatron_anchor.attention.packed import AnchorPackedSeqParams
 
-BACKENDS = {"sdpa": "megatron_anchor.attention.backends.sdpa"}
-"""Name to module, in the order in which ``auto`` prefers them."""
+__all__ = ["BACKENDS", "AttentionRequest", "Choice", "Hardware", "this_hardware"]
+
+BACKENDS = {
+    name: f"megatron_anchor.attention.backends.{name}"
+    for name in ("te", "flash", "varlen", "flex", "sdpa")
+}
+"""Name to module, in the order in which ``auto`` prefers them on a CUDA device."""
+
+ON_CPU = ("sdpa",)
+"""What ``auto`` takes without a CUDA device: other kernels that run there are for tests."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionRequest:
-    """What a run asks of its attention kernel."""
+class Attend(Protocol):
+    """A kernel as a layer calls it."""
 
-    head_dim: int
-    dtype: torch.dtype
-    context_parallel_kinds: tuple[str, ...] = ()
-    """Values of --cp-comm-type when the context-parallel size is larger than 1, else empty."""
-    dropout: float = 0.0
-    deterministic: bool = False
-
-
-class Backend(Protocol):
-    """Interface of a backend's module."""
-
-    def why_not(self, request: AttentionRequest) -> str | None:
-        """Give the reason why this backend cannot serve the request, or None."""
-        ...
-
-    def attend(
+    def __call__(
         self,
         q_THD: Tensor,
         k_TGD: Tensor,
@@ -55,6 +50,45 @@ class Backend(Protocol):
     ) -> Tensor:
         """Attend causally inside every document of ``packed``: [T, H, D] in, [T, H, D] out."""
         ...
+
+
+class Backend(Protocol):
+    """Interface of a backend's module; `Layer` says when it has ``bind`` in place of ``attend``."""
+
+    attend: Attend
+
+    def why_not(self, request: AttentionRequest) -> str | None:
+        """Give the reason why this backend cannot serve the request, or None."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What a kernel with an object a layer is built from."""
+
+    config: TransformerConfig
+    layer_number: int
+    """1-based, in the whole model."""
+    scale: float
+    """Factor of the logits."""
+    pg_collection: ProcessGroupCollection
+    cp_comm_type: str | None = None
+    """Kind of the kernel's own context parallelism, None where it has none to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A backend that can serve, and why those that ``auto`` would rather take cannot."""
+
+    name: str
+    passed_over: tuple[str, ...] = ()
+    """``name: reason`` of each."""
+
+    def explain(self) -> str:
+        """Say it in a few lines for the log."""
+        lines = [f"attention kernel: {self.name}"]
+        lines += [f"  not {reason}" for reason in self.passed_over]
+        return "\n".join(lines)
 
 
 def load_backend(name: str) -> Backend:
@@ -70,10 +104,23 @@ def load_backend(name: str) -> Backend:
             f"unknown --anchor-attention-backend {name!r}{hint} (choose from "
             f"{', '.join(['auto', *BACKENDS])})"
         )
-    return importlib.import_module(BACKENDS[name])
+    module: Any = importlib.import_module(BACKENDS[name])
+    return module
 
 
-def choose_backend(name: str, request: AttentionRequest) -> str:
+def bind_backend(name: str, layer: Layer) -> Attend:
+    """Give a layer its kernel.
+
+    Args:
+        name: a name of `BACKENDS`.
+        layer: what it is for; backends without state do not look at it.
+    """
+    module = load_backend(name)
+    bind = getattr(module, "bind", None)
+    return module.attend if bind is None else bind(layer)
+
+
+def choose_backend(name: str, request: AttentionRequest) -> Choice:
     """Resolve ``auto`` and refuse what cannot serve.
 
     Args:
@@ -81,15 +128,19 @@ def choose_backend(name: str, request: AttentionRequest) -> str:
         request: what is asked of it.
 
     Returns:
-        The name of a backend that can serve.
+        A backend that can serve, with the reasons against those before it.
 
     Raises:
         ValueError: with the reason of each backend that was asked and cannot serve.
     """
-    reasons = []
-    for candidate in BACKENDS if name == "auto" else [name]:
+    if name != "auto":
+        candidates: tuple[str, ...] = (name,)
+    else:
+        candidates = ON_CPU if request.hardware.capability is None else tuple(BACKENDS)
+    reasons: list[str] = []
+    for candidate in candidates:
         reason = load_backend(candidate).why_not(request)
         if reason is None:
-            return candidate
+            return Choice(name=candidate, passed_over=tuple(reasons))
         reasons.append(f"{candidate}: {reason}")
     raise ValueError(f"--anchor-attention-backend {name} cannot serve: " + "; ".join(reasons))

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_anchor.attention.backends.request import AttentionRequest, needs_ulysses
 from megatron_anchor.attention.heads import repeat_heads
 
 if TYPE_CHECKING:
-    from megatron_anchor.attention.backends import AttentionRequest
     from megatron_anchor.attention.packed import AnchorPackedSeqParams
 
 SHORT = 16
@@ -32,14 +32,7 @@ SHORT = 16
 
 def why_not(request: AttentionRequest) -> str | None:
     """Refuse the context-parallel kinds that need a kernel with its own communication."""
-    foreign = [kind for kind in request.context_parallel_kinds if kind != "a2a"]
-    if foreign:
-        return (
-            f"--cp-comm-type {' '.join(foreign)} needs Transformer Engine's own context "
-            "parallelism; this backend runs under Ulysses: use --cp-comm-type a2a (the default "
-            "of megatron_anchor)"
-        )
-    return None
+    return needs_ulysses(request)
 
 
 def attend(

@@ -1,0 +1,235 @@
+"""Which kernel serves what: every reason that a backend gives, and what `auto` makes of them."""
+
+import re
+
+import pytest
+import torch
+
+from megatron_anchor.attention.backends import (
+    BACKENDS,
+    AttentionRequest,
+    Hardware,
+    choose_backend,
+    load_backend,
+    this_hardware,
+)
+
+A100, H100, B200 = (8, 0), (9, 0), (10, 0)
+TE = {"transformer-engine": "2.20.2"}
+FA2 = {"flash-attn": "2.8.3"}
+FA3 = {"flash-attn-3": "3.0.0"}
+FA4 = {"flash-attn-4": "4.0.0b24"}
+
+
+def request(capability=H100, packages=None, *, torch_varlen=True, **kwargs):
+    hardware = Hardware(capability=capability, packages=packages or {}, torch_varlen=torch_varlen)
+    return AttentionRequest(
+        **{
+            "head_dim": 128,
+            "dtype": torch.bfloat16,
+            "query_heads": 32,
+            "kv_heads": 8,
+            "hardware": hardware,
+            **kwargs,
+        }
+    )
+
+
+def te_cp(*kinds, size=4, alignment=None, **kwargs):
+    """A request for Transformer Engine's own context parallelism, aligned unless told otherwise."""
+    return {
+        "context_parallel": "te",
+        "context_parallel_kinds": kinds,
+        "context_parallel_size": size,
+        "document_alignment": 2 * size if alignment is None else alignment,
+        **kwargs,
+    }
+
+
+SERVED = {
+    "te": [
+        request(H100, TE),
+        request(B200, TE, deterministic=True),
+        request(H100, TE | FA2, deterministic=True),
+        request(A100, TE | FA2),
+        request(A100, TE | FA2, **te_cp("p2p")),
+        request(H100, TE, **te_cp("all_gather", "p2p", "a2a")),
+        request(H100, TE | FA2, **te_cp("all_gather")),
+        request(H100, TE, **te_cp("a2a+p2p", size=16, a2a_size=8)),
+        request(H100, TE, context_parallel_kinds=("a2a",), context_parallel_size=16, kv_heads=2),
+    ],
+    "flash": [
+        request(A100, FA2, dropout=0.1),
+        request(H100, FA3, head_dim=256),
+        request(B200, FA4),
+        request(B200, FA4 | FA2, head_dim=256),
+        request(H100, FA3, deterministic=True),
+    ],
+    "varlen": [request(A100), request(H100, head_dim=64), request(B200, dtype=torch.float16)],
+    "flex": [request(A100), request(B200, dtype=torch.float32), request(H100, deterministic=True)],
+    "sdpa": [request(None), request(H100, dtype=torch.float32, dropout=0.1)],
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_a_kernel_can_do_is_not_refused(name):
+    for asked in SERVED[name]:
+        assert load_backend(name).why_not(asked) is None
+
+
+REFUSED = [
+    # Every backend: the device, the dtype, the head dimension, the communication.
+    ("varlen", request(None), "its kernels need a CUDA device; on the CPU use .* sdpa"),
+    ("varlen", request((7, 5)), "its kernels need sm80 or newer, this device is sm75"),
+    ("varlen", request(dtype=torch.float32), "for bfloat16 and float16, got torch.float32"),
+    ("varlen", request(head_dim=100), "up to 256 that are multiples of 8, got 100"),
+    ("varlen", request(head_dim=264), "up to 256 that are multiples of 8, got 264"),
+    ("varlen", request(dropout=0.1), "no dropout, got --attention-dropout 0.1; set it to 0"),
+    ("varlen", request(deterministic=True), "leave out --deterministic-mode"),
+    ("varlen", request(torch_varlen=False), r"no torch.nn.attention.varlen; pip install 'torch>="),
+    ("varlen", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type a2a"),
+    ("varlen", request(**te_cp("a2a")), "--anchor-context-parallel te is .* leave the flag out"),
+    ("flex", request(None), "no backward pass on the CPU; use .* sdpa"),
+    ("flex", request((7, 0)), "used from sm80 on, this device is sm70"),
+    ("flex", request(dtype=torch.float64), "does not compute in torch.float64"),
+    ("flex", request(head_dim=8), "from 16 to 256, got 8"),
+    ("flex", request(dropout=0.2), "no dropout, got --attention-dropout 0.2"),
+    ("flex", request(**te_cp("all_gather")), "--cp-comm-type all_gather needs"),
+    ("sdpa", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type a2a"),
+    # flash-attn: none of its generations fits.
+    ("flash", request(None, FA2), "need a CUDA device"),
+    ("flash", request((7, 5), FA2), "need sm80 or newer"),
+    ("flash", request(), "FlashAttention 3 is not installed .* FlashAttention 2 is not installed"),
+    ("flash", request(A100, FA3), "FlashAttention 3 has no kernels for sm80"),
+    ("flash", request(H100, FA3, dtype=torch.float32), "for bfloat16 and float16"),
+    (
+        "flash",
+        request(B200, FA4, head_dim=256),
+        "FlashAttention 4 is for head dimensions up to 128",
+    ),
+    ("flash", request(H100, FA3, dropout=0.1), "FlashAttention 3 has no dropout, got"),
+    ("flash", request(H100, FA3, head_dim=256, deterministic=True), "no deterministic backward"),
+    ("flash", request(H100, FA3, **te_cp("p2p")), "--cp-comm-type p2p needs"),
+    # Transformer Engine: versions, and the traps that are silently wrong or end the process.
+    ("te", request(None, TE), "need a CUDA device"),
+    ("te", request((7, 5), TE), "need sm80 or newer"),
+    ("te", request(H100, TE, dtype=torch.float32), "for bfloat16 and float16"),
+    ("te", request(H100), r"not installed \(pip install 'megatron-anchor\[te\]'\)"),
+    ("te", request(H100, {"transformer-engine": "1.13"}), "from Transformer Engine 2.2 on"),
+    (
+        "te",
+        request(H100, {"transformer-engine": "2.17.1"}, **te_cp("all_gather")),
+        r"--cp-comm-type all_gather takes packed .* 2.18 on, found 2.17.1; upgrade it",
+    ),
+    (
+        "te",
+        request(H100, {"transformer-engine": "2.9"}, **te_cp("a2a")),
+        "--cp-comm-type a2a takes packed documents from Transformer Engine 2.10 on",
+    ),
+    (
+        "te",
+        request(H100, TE, **te_cp("allgather")),
+        "allgather is not one of .*write it all_gather",
+    ),
+    (
+        "te",
+        request(H100, TE, **te_cp("p2p", context_parallel="ulysses")),
+        "p2p is Transformer Engine's own .* --anchor-context-parallel ulysses .* leave that flag",
+    ),
+    (
+        "te",
+        request(H100, TE, **te_cp("p2p", alignment=1)),
+        "--document-alignment 1: .* 8 equal chunks .* silently wrong .* a multiple of 8",
+    ),
+    (
+        "te",
+        request(H100, TE, **te_cp("p2p", alignment=4)),
+        "--document-alignment 4: .* 8 equal chunks",
+    ),
+    (
+        "te",
+        request(H100, TE, **te_cp("a2a", size=16)),
+        "32 query and 8 key/value heads of a tensor-parallel rank over 16 ranks, .* crashes",
+    ),
+    ("te", request(H100, TE, **te_cp("a2a+p2p")), "needs --hierarchical-context-parallel-sizes"),
+    (
+        "te",
+        request(H100, TE, **te_cp("a2a+p2p", size=32, a2a_size=16)),
+        r"--cp-comm-type a2a\+p2p shares .* over 16 ranks",
+    ),
+    ("te", request(H100, TE, **te_cp("p2p", dropout=0.1)), "--attention-dropout 0.1 under"),
+    ("te", request(A100, TE), "on sm80 Transformer Engine has no fused kernel .* flash-attn"),
+    ("te", request(A100, TE | FA3), "on sm80 Transformer Engine has no fused kernel"),
+    ("te", request(A100, TE | FA2, preferred="fused"), "leave out --attention-backend fused"),
+    ("te", request(H100, TE, preferred="flash"), "no flash-attn for sm90 is installed"),
+    ("te", request(H100, TE, preferred="unfused"), "--attention-backend unfused keeps .* S x S"),
+    ("te", request(H100, TE, deterministic=True), "--deterministic-mode on sm90: .* S x S scores"),
+    (
+        "te",
+        request(A100, TE | FA2, **te_cp("all_gather")),
+        "all_gather with flash-attn, .* on sm80 here, is silently wrong",
+    ),
+    (
+        "te",
+        request(H100, TE | FA2, preferred="flash", **te_cp("all_gather")),
+        "silently wrong .* or leave out --attention-backend flash",
+    ),
+    (
+        "te",
+        request(H100, TE | FA2, deterministic=True, **te_cp("all_gather")),
+        "all_gather with flash-attn",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "asked", "reason"), REFUSED)
+def test_what_a_kernel_cannot_do_is_refused_with_the_reason(name, asked, reason):
+    found = load_backend(name).why_not(asked)
+    assert found is not None
+    assert re.search(reason, found), found
+    with pytest.raises(ValueError, match=f"--anchor-attention-backend {name} cannot serve"):
+        choose_backend(name, asked)
+
+
+def test_auto_prefers_the_fastest_that_can_serve():
+    names = {
+        "sdpa": [request(None, TE | FA2), request(H100, dtype=torch.float32, dropout=0.1)],
+        "te": [request(H100, TE | FA3)],
+        "flash": [request(H100, FA3), request(A100, TE | FA2, dropout=0.1, preferred="fused")],
+        "varlen": [request(H100), request(A100, TE)],
+        "flex": [request(H100, dtype=torch.float32)],
+    }
+    for name, requests in names.items():
+        for asked in requests:
+            assert choose_backend("auto", asked).name == name
+
+
+def test_auto_explains_what_it_passed_over():
+    text = choose_backend("auto", request(A100, TE)).explain()
+    assert text.splitlines()[0] == "attention kernel: varlen"
+    assert re.search(r"not te: on sm80 .*\n  not flash: .*not installed", text)
+    assert choose_backend("sdpa", request(None)).explain() == "attention kernel: sdpa"
+
+
+def test_auto_gives_the_reason_of_each_when_none_can_serve():
+    with pytest.raises(ValueError, match=r"te: .*flash: .*varlen: .*flex: .*sdpa: --cp-comm-type"):
+        choose_backend("auto", request(H100, **te_cp("p2p")))
+
+
+def test_on_the_cpu_auto_refuses_what_needs_transformer_engine():
+    with pytest.raises(ValueError, match=r"--cp-comm-type p2p needs .* use --cp-comm-type a2a"):
+        choose_backend("auto", request(None, TE, **te_cp("p2p")))
+
+
+def test_unknown_backend_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match=r"unknown .* 'sdap'; did you mean 'sdpa'\?"):
+        choose_backend("sdap", request(None))
+
+
+def test_the_cpu_is_seen_as_such_also_where_it_pretends_to_be_a_gpu(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    assert this_hardware.__wrapped__().capability is None
+    assert this_hardware().name == "the CPU"
