@@ -7,6 +7,10 @@ Four measurements, each the median of several alternating runs on the same data:
   read    our __getitem__ against GPTDataset's with inter-document masking, many documents
   read    the same with few, long documents
 
+and, with --plan-documents, what a whole plan takes (shuffling, packing, ordering the samples): CPU
+seconds and the memory beyond the corpus' own lengths, each in a process of its own. The peer has no
+such step apart from the index above.
+
 Nothing but the peer's own code is run for the peer. Both datasets read one corpus from the page
 cache through memory-mapped files; their indices are built beforehand. Both run on one thread, as
 in a data loader's worker, and the times are the process' CPU time: on an idle machine that is the
@@ -16,6 +20,7 @@ wall time, and a busy one does not blur the ratios.
 import argparse
 import json
 import logging
+import multiprocessing
 import os
 import statistics
 import sys
@@ -42,7 +47,9 @@ from megatron.core.datasets.indexed_dataset import _IndexWriter  # noqa: E402
 
 from megatron_anchor.packing.best_fit import fit  # noqa: E402
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig  # noqa: E402
+from megatron_anchor.packing.epochs import PlanFigures, plan_samples  # noqa: E402
 from megatron_anchor.packing.index import concatenate  # noqa: E402
+from megatron_anchor.packing.patterns import PACKINGS  # noqa: E402
 
 ANCHOR, VOCAB_SIZE = 1, 32000
 
@@ -87,6 +94,37 @@ def benchmark_index(
         lambda: build_sample_idx(lengths, order, sequence_length, 1, tokens, True, True),
         repeats=repeats,
     )
+
+
+def benchmark_plan(num_documents: int, sequence_length: int, packing: str) -> dict[str, Any]:
+    """Plan one epoch; run in a new process, since peak memory is that of the process."""
+    lengths = heavy_tailed_lengths(num_documents, mean=1000)
+    settings: dict[str, Any] = dict(
+        sequence_length=sequence_length, num_samples=None, random_seed=1, packing=packing
+    )
+    plan_samples(np.arange(1000, dtype=np.int32), lengths[:1000], **settings)  # loads the code
+    # The lengths were made with larger temporary arrays, which would hide the plan's peak.
+    reached = _reset_peak_memory()
+    begin = time.process_time()
+    plan = plan_samples(np.arange(num_documents, dtype=np.int32), lengths, **settings)
+    seconds = time.process_time() - begin
+    return {
+        "what": f"{packing} plan of {num_documents:.0e} documents, S = {sequence_length}",
+        "seconds": seconds,
+        "bytes_per_document": (_peak_memory() - reached) / num_documents,
+        "above_lower_bound": PlanFigures(*plan.figures.tolist()).above_lower_bound,
+    }
+
+
+def _reset_peak_memory() -> int:
+    """Let Linux count this process' peak anew; bytes in use now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak_memory()
+
+
+def _peak_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def benchmark_read(
@@ -161,6 +199,9 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=10_000_000, help="for the index")
     parser.add_argument("--seq-length", type=int, default=131072, help="slots of a sample")
     parser.add_argument("--documents-per-sample", type=int, nargs="+", default=[500, 32])
+    parser.add_argument(
+        "--plan-documents", type=int, nargs="*", default=[], help="e.g. 10000000 100000000 (Linux)"
+    )
     parser.add_argument("--index-repeats", type=int, default=7)
     parser.add_argument("--read-repeats", type=int, default=100)
     parser.add_argument("--json", type=Path, help="write the measurements here, too")
@@ -186,8 +227,17 @@ def main() -> int:
                 )
                 rows.append({"what": what, **row})
     print(table(rows))
+    plans = []
+    for documents in args.plan_documents:
+        for packing in PACKINGS:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                plans.append(pool.apply(benchmark_plan, (documents, args.seq_length, packing)))
+            print(
+                "{what}: {seconds:.1f} CPU s, {bytes_per_document:.1f} bytes a document, "
+                "{above_lower_bound:.4%} more samples than the lower bound".format(**plans[-1])
+            )
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=4) + "\n")
+        args.json.write_text(json.dumps(rows + plans, indent=4) + "\n")
     return 0
 
 

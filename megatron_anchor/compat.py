@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from importlib.metadata import version
@@ -118,6 +119,13 @@ def quiet_expected_warnings() -> None:
     }
     for name, text in rows.items():
         logging.getLogger(name).addFilter(_Without(text))
+
+
+def quiet_imports_without_gpu() -> None:
+    """Silence what Megatron and torch say on import where nothing needs a GPU, as in data tools."""
+    for text in ("Transformer Engine and Apex are not installed", "Could not determine rank"):
+        warnings.filterwarnings("ignore", message=text)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_Without("No CUDA runtime"))
 
 
 class _Without(logging.Filter):

@@ -1,5 +1,7 @@
 """The command line of `tools/inspect_packing.py`."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
@@ -8,24 +10,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-
+from megatron_anchor.compat import quiet_imports_without_gpu
 from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
 from megatron_anchor.corpus.manifest import read_manifest
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
-from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
-from megatron_anchor.packing.epochs import PACKINGS
-from megatron_anchor.packing.inspection import (
-    describe_sample,
-    format_sample,
-    inspect_packing,
-    table,
-)
 from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.packing.patterns import ATTENTION_PATTERNS
-from megatron_anchor.packing.pictures import draw_packing
+from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, PACKINGS
+
+if TYPE_CHECKING:
+    from megatron_anchor.packing.dataset import PackedDataset
 
 _EXAMPLE = """\
   python tools/inspect_packing.py corpus/all_text_document --seq-length 65536 \\
@@ -75,6 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, cache: str) -> int:
+    quiet_imports_without_gpu()
+    # Megatron takes many seconds to import, which --help and wrong flags need not wait for.
+    from megatron_anchor.packing.inspection import (
+        describe_sample,
+        format_sample,
+        inspect_packing,
+        table,
+    )
+    from megatron_anchor.packing.pictures import draw_packing
+
     tokenizer = _tokenizer(args)
     dataset = _dataset(args, cache, tokenizer)
     if args.png:
@@ -113,6 +118,12 @@ def _anchor(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer | None) 
 
 def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) -> PackedDataset:
     """One epoch of the whole corpus."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+
+    from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
+
     prefix = args.prefix.removesuffix(".idx").removesuffix(".bin")
     vocab_size = tokenizer.vocab_size if tokenizer else None
     stand_in = SimpleNamespace(vocab_size=vocab_size or 1 << 31)

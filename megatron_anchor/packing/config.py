@@ -7,9 +7,8 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.utils import log_single_rank
 
 from megatron_anchor.packing.domains import check_format
-from megatron_anchor.packing.epochs import PACKINGS
 from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.packing.patterns import check_attention_pattern
+from megatron_anchor.packing.patterns import PACKINGS, check_attention_pattern
 
 logger = logging.getLogger(__name__)
 

@@ -62,10 +62,6 @@ class PlanFigures(NamedTuple):
         )
 
 
-PACKINGS = ("concat", "best-fit")
-"""Values of --packing: cut documents where samples end, or cut none that fits in a sample."""
-
-
 def plan_samples(
     documents: np.ndarray,
     content_lengths_D: np.ndarray,
@@ -87,7 +83,7 @@ def plan_samples(
         sequence_length: S, slots of a sample.
         num_samples: samples needed, from as many epochs as that takes; None = one epoch.
         random_seed: seed of all shuffling.
-        packing: one of PACKINGS.
+        packing: one of `patterns.PACKINGS`.
         head_slots_D: int32 slots in front of every document's first token, or one number for all.
         alignment: each document slice takes a multiple of it.
     """

@@ -1,7 +1,8 @@
-"""The attention patterns: one token buffer, read with different segments and position ids.
+"""Names of settings: the packings, and the attention patterns.
 
-Drawn for the documents `a b` and `c d e` with the anchor `A` at the head of each (rows attend to
-the columns marked x); the masked patterns share one mask and differ in position ids only:
+The patterns are one token buffer, read with different segments and position ids. Drawn
+for the documents `a b` and `c d e` with the anchor `A` at the head of each (rows attend to the
+columns marked x); the masked patterns share one mask and differ in position ids only:
 
     full        A a b A c d e           masked      A a b A c d e
             A   x                               A   x
@@ -18,6 +19,9 @@ the columns marked x); the masked patterns share one mask and differ in position
 """
 
 from difflib import get_close_matches
+
+PACKINGS = ("concat", "best-fit")
+"""Values of --packing: cut documents where samples end, or cut none that fits in a sample."""
 
 ATTENTION_PATTERNS = ("anchor", "intra-document", "intra-document-reset", "full")
 

@@ -70,6 +70,10 @@ def _draw_mask(axes, borders: np.ndarray, sequence_length: int) -> None:
     axes.set_xlim(0, sequence_length)
     axes.set_ylim(sequence_length, 0)
     axes.set_aspect("equal")
+    ticks = np.linspace(0, sequence_length, 5).astype(int)
+    labels = [_short(tick) for tick in ticks]
+    axes.set_xticks(ticks, labels)
+    axes.set_yticks(ticks, labels)
     axes.set_xlabel("key (slot)")
     axes.set_ylabel("query (slot)")
     axes.set_title("mask of one sample", fontsize=9)
@@ -77,5 +81,5 @@ def _draw_mask(axes, borders: np.ndarray, sequence_length: int) -> None:
 
 def _short(number: int) -> str:
     if number >= 1 << 20:
-        return f"{number >> 20}M"
-    return f"{number >> 10}K" if number >= 1 << 10 else str(number)
+        return f"{number / (1 << 20):.3g}M"
+    return f"{number / (1 << 10):.3g}K" if number >= 1 << 10 else str(number)
