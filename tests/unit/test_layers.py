@@ -12,9 +12,22 @@ KERNEL_LIBRARIES = ("transformer_engine", "flash_attn", "flash_attn_interface")
 
 ALLOWED = {
     "megatron.training": ("training", "pretrain_gpt.py", "on_cpu", "compat.py"),
-    "megatron": ("attention", "packing", "training", "pretrain_gpt.py", "on_cpu", "compat.py"),
-    "megatron_anchor.training": ("training", "pretrain_gpt.py"),
-    "megatron_anchor.attention": ("attention", "training", "pretrain_gpt.py"),
+    "megatron": (
+        "attention",
+        "checkpoint",
+        "packing",
+        "training",
+        "pretrain_gpt.py",
+        "on_cpu",
+        "compat.py",
+    ),
+    "megatron_anchor.training": ("training", "pretrain_gpt.py", "checkpoint/megatron_args.py"),
+    "megatron_anchor.attention": (
+        "attention",
+        "training",
+        "pretrain_gpt.py",
+        "checkpoint/megatron_model.py",
+    ),
     **dict.fromkeys(KERNEL_LIBRARIES, ("attention/backends",)),
 }
 """Import to the parts of the package that may have it, at the top or inside a function."""

@@ -1,0 +1,1 @@
+"""Checkpoints between Hugging Face and Megatron, exactly and with little memory."""

@@ -1,0 +1,222 @@
+"""Where the bytes of tensors lie inside files: ``torch.save`` archives and safetensors.
+
+Nothing here executes what a file contains: archives go through torch's weights-only unpickler in
+fake-tensor mode (which reads no data), safetensors have a JSON header.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_anchor.checkpoint.errors import CheckpointError
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+LARGEST_HEADER = 100_000_000  # safetensors' own limit
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A contiguous tensor in a file."""
+
+    path: Path
+    offset: int
+    """Bytes from the start of the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one entry along the first axis."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+def safetensors_extents(path: Path) -> dict[str, Extent]:
+    """Read a safetensors header and check it against the file's size.
+
+    Raises:
+        CheckpointError: for a truncated or malformed file, or a dtype that is no floating one.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 0 < length <= min(LARGEST_HEADER, size - 8):
+            raise CheckpointError(
+                f"{path}: not a whole safetensors file: header of {length} bytes in a file of "
+                f"{size}; fetch it again"
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if 8 + length + end != size:
+            raise CheckpointError(
+                f"{path} has {size} bytes, its header announces {8 + length + end}: it is "
+                "truncated or damaged; fetch it again"
+            )
+        return {
+            name: _safetensors_extent(path, 8 + length, name, entry)
+            for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: the safetensors header is malformed: {error!r}") from error
+
+
+def _safetensors_extent(path: Path, base: int, name: str, entry: Mapping[str, Any]) -> Extent:
+    if entry["dtype"] not in SAFETENSORS_DTYPES:
+        raise CheckpointError(
+            f"{path}: {name} has dtype {entry['dtype']}, expected one of "
+            f"{', '.join(SAFETENSORS_DTYPES)}; quantised weights cannot be trained, take the "
+            "model's original ones"
+        )
+    dtype, (first, last) = SAFETENSORS_DTYPES[entry["dtype"]], entry["data_offsets"]
+    shape = tuple(int(n) for n in entry["shape"])
+    if first < 0 or last - first != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(
+            f"{path}: {name} of shape {list(shape)} and dtype {entry['dtype']} cannot fill "
+            f"{last - first} bytes; fetch the file again"
+        )
+    return Extent(path, base + first, shape, dtype)
+
+
+def archive_extent(tensor: Tensor, *, path: Path, base: int, size: int, name: str) -> Extent:
+    """Locate a tensor of an archive that was opened in fake-tensor mode.
+
+    Args:
+        tensor: the fake tensor.
+        path: file that holds the archive.
+        base: where the archive begins in it.
+        size: the archive's bytes.
+        name: for messages.
+
+    Raises:
+        CheckpointError: if it is not contiguous, not floating, or reaches past the archive.
+    """
+    storage_offset = cast(Any, tensor.untyped_storage())._checkpoint_offset
+    offset = storage_offset + tensor.storage_offset() * tensor.dtype.itemsize
+    if not tensor.is_contiguous() or tensor.dtype not in SAFETENSORS_NAMES:
+        raise CheckpointError(
+            f"{path}: {name} is stored as {tensor.dtype} with strides {tensor.stride()}; expected "
+            "a contiguous floating tensor: save the model again"
+        )
+    if offset + tensor.numel() * tensor.dtype.itemsize > size:
+        raise CheckpointError(f"{path}: {name} reaches past the end of its archive; truncated?")
+    return Extent(path, base + offset, tuple(tensor.shape), tensor.dtype)
+
+
+def load_fake(file: Any, *, place: str) -> Any:
+    """Open a ``torch.save`` archive without its data: tensors know their place in the file.
+
+    Raises:
+        CheckpointError: if it is damaged, or holds anything but tensors and plain containers,
+            which is never executed.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode():
+            return torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{place}: refused to unpickle, since it asks for more than tensors: "
+            f"{_first_line(error)}. Do not load it elsewhere either unless you trust its source"
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{place}: not a whole torch archive ({_first_line(error)}); fetch it again, or save "
+            "it as safetensors"
+        ) from error
+
+
+def pickled_extents(path: Path) -> dict[str, Extent]:
+    """Locate the tensors of a ``pytorch_model*.bin``.
+
+    Raises:
+        CheckpointError: see `load_fake` and `archive_extent`.
+    """
+    with open(path, "rb") as file:
+        if file.read(2) != b"PK":
+            raise CheckpointError(
+                f"{path} is not a zip archive as torch >= 1.6 writes; save the model again as "
+                "safetensors"
+            )
+    state = load_fake(str(path), place=str(path))
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path}: expected a dict of tensors, got {type(state).__name__}")
+    size = path.stat().st_size
+    return {
+        str(name): archive_extent(tensor, path=path, base=0, size=size, name=str(name))
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
+
+
+class _Recorder:
+    """A file that keeps what is written and skips what is left out."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, bytes]] = []
+        self.position = 0
+
+    def write(self, data: Any) -> int:
+        self.parts.append((self.position, bytes(data)))
+        self.position += len(self.parts[-1][1])
+        return len(self.parts[-1][1])
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        assert whence in (0, 1)
+        self.position = offset if whence == 0 else self.position + offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def flush(self) -> None:
+        pass
+
+
+@lru_cache(maxsize=4096)
+def archive_frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """Give what ``torch.save`` writes before and after a contiguous tensor's bytes.
+
+    torch itself leaves the data out (``torch.serialization.skip_data``), so an archive can be
+    written with one copy of the data and without its checksum, which torch never verifies.
+    """
+    data_bytes = math.prod(shape) * dtype.itemsize
+    recorder = _Recorder()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), cast(Any, recorder))
+    before, after, end = bytearray(), bytearray(), 0
+    for position, data in recorder.parts:
+        if position != end:
+            assert position - end == data_bytes, (shape, dtype, position, end)
+            after += data
+        elif after:
+            after += data
+        else:
+            before += data
+        end = position + len(data)
+    assert after, (shape, dtype)
+    return bytes(before), bytes(after)

@@ -1,0 +1,255 @@
+"""Which Hugging Face tensors make up which Megatron tensor: one table, read in both directions.
+
+A rule holds for every layer (and expert) at once. Names of dimensions and conditions are fields
+and properties of `Model`. Megatron's names are those of its ``torch_dist`` checkpoints, where all
+layers of a kind form one tensor; ``alias`` is the name under which another layer spec stores it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.checkpoint.row_maps import (
+    Grouped,
+    RowLayout,
+    Segment,
+    Stack,
+    Vocabulary,
+    Zeros,
+)
+
+LAYER, EXPERT = "{layer}", "{expert}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron tensor and what it is made of."""
+
+    megatron: str
+    hugging_face: tuple[str, ...]
+    layout: RowLayout
+    columns: str | None = None
+    """Dimension of the second axis; None: a vector."""
+    when: str | None = None
+    """Property of `Model`; None: always."""
+    alias: str | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes in front of the rows, by which the tensor is stacked: layers, experts."""
+        return tuple(axis for axis in (LAYER, EXPERT) if axis in self.megatron)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the stacked tensor in a ``torch_dist`` checkpoint, the usual one first."""
+        return tuple(stacked(name) for name in (self.megatron, self.alias) if name)
+
+    def names(self, indices: Mapping[str, int]) -> tuple[str, ...]:
+        """Hugging Face's names for one layer (and expert)."""
+        return tuple(numbered(name, indices) for name in self.hugging_face)
+
+    def shape(self, rows: int, model: Model) -> tuple[int, ...]:
+        """Shape of a tensor of so many rows."""
+        return (rows,) if self.columns is None else (rows, model.dims[self.columns])
+
+    def source_shapes(self, model: Model) -> list[tuple[int, ...]]:
+        """Shapes of the Hugging Face tensors."""
+        return [self.shape(rows, model) for rows in self.layout.source_rows(model.dims)]
+
+    def segments(self, model: Model) -> list[Segment]:
+        """Megatron's rows in order."""
+        return self.layout.segments(model.dims)
+
+    def indices(self, model: Model) -> list[dict[str, int]]:
+        """Every combination of layer and expert, in the order of the stacked tensor."""
+        found: list[dict[str, int]] = [{}]
+        for axis, size in zip(self.axes, self.stack(model), strict=True):
+            found = [{**entry, axis: i} for entry in found for i in range(size)]
+        return found
+
+    def stack(self, model: Model) -> tuple[int, ...]:
+        """Sizes of the axes in front of the rows."""
+        return tuple({LAYER: model.layers, EXPERT: model.experts}[axis] for axis in self.axes)
+
+
+def stacked(name: str) -> str:
+    """Drop the placeholders: ``decoder.layers.{layer}.mlp`` becomes ``decoder.layers.mlp``."""
+    return name.replace(f".{LAYER}", "").replace(f".{EXPERT}", "")
+
+
+def numbered(name: str, indices: Mapping[str, int]) -> str:
+    """Fill the placeholders in."""
+    for axis, index in indices.items():
+        name = name.replace(axis, str(index))
+    return name
+
+
+M, H = f"decoder.layers.{LAYER}", f"model.layers.{LAYER}"
+QKV = tuple(f"{H}.self_attn.{x}_proj" for x in "qkv")
+WEIGHTS, BIASES = (tuple(f"{name}.{x}" for name in QKV) for x in ("weight", "bias"))
+
+OUTER = (
+    Rule(
+        "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary(), "hidden"
+    ),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Stack(["hidden"])),
+    Rule("output_layer.weight", ("lm_head.weight",), Vocabulary(), "hidden", when="untied"),
+)
+ATTENTION = (
+    Rule(
+        f"{M}.self_attention.linear_qkv.layer_norm_weight",
+        (f"{H}.input_layernorm.weight",),
+        Stack(["hidden"]),
+        alias=f"{M}.input_layernorm.weight",
+    ),
+    Rule(f"{M}.self_attention.linear_qkv.weight", WEIGHTS, Grouped(), "hidden"),
+    Rule(f"{M}.self_attention.linear_qkv.bias", BIASES, Grouped(), when="qkv_bias"),
+    Rule(f"{M}.self_attention.linear_qkv.bias", (), Zeros("qkv"), when="no_qkv_bias"),
+    Rule(
+        f"{M}.self_attention.q_layernorm.weight",
+        (f"{H}.self_attn.q_norm.weight",),
+        Stack(["head"]),
+        when="qk_norm",
+    ),
+    Rule(
+        f"{M}.self_attention.k_layernorm.weight",
+        (f"{H}.self_attn.k_norm.weight",),
+        Stack(["head"]),
+        when="qk_norm",
+    ),
+    Rule(
+        f"{M}.self_attention.linear_proj.weight",
+        (f"{H}.self_attn.o_proj.weight",),
+        Stack(["hidden"]),
+        "query",
+    ),
+    Rule(
+        f"{M}.self_attention.linear_proj.bias",
+        (f"{H}.self_attn.o_proj.bias",),
+        Stack(["hidden"]),
+        when="output_bias",
+    ),
+    Rule(f"{M}.self_attention.linear_proj.bias", (), Zeros("hidden"), when="no_output_bias"),
+)
+DENSE_MLP = (
+    Rule(
+        f"{M}.mlp.linear_fc1.layer_norm_weight",
+        (f"{H}.post_attention_layernorm.weight",),
+        Stack(["hidden"]),
+        alias=f"{M}.pre_mlp_layernorm.weight",
+    ),
+    Rule(
+        f"{M}.mlp.linear_fc1.weight",
+        (f"{H}.mlp.gate_proj.weight", f"{H}.mlp.up_proj.weight"),
+        Stack(["ffn", "ffn"]),
+        "hidden",
+    ),
+    Rule(
+        f"{M}.mlp.linear_fc1.bias",
+        (f"{H}.mlp.gate_proj.bias", f"{H}.mlp.up_proj.bias"),
+        Stack(["ffn", "ffn"]),
+        when="mlp_bias",
+    ),
+    Rule(f"{M}.mlp.linear_fc1.bias", (), Zeros("gate and up"), when="no_mlp_bias"),
+    Rule(f"{M}.mlp.linear_fc2.weight", (f"{H}.mlp.down_proj.weight",), Stack(["hidden"]), "ffn"),
+    Rule(
+        f"{M}.mlp.linear_fc2.bias",
+        (f"{H}.mlp.down_proj.bias",),
+        Stack(["hidden"]),
+        when="mlp_bias",
+    ),
+    Rule(f"{M}.mlp.linear_fc2.bias", (), Zeros("hidden"), when="no_mlp_bias"),
+)
+
+LINEAR_LAYERS = ("self_attention.linear_proj", "self_attention.linear_qkv")
+DENSE_LINEAR_LAYERS = ("mlp.linear_fc1", "mlp.linear_fc2")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A Hugging Face architecture."""
+
+    rules: tuple[Rule, ...]
+    linear_layers: tuple[str, ...]
+    """Megatron's linear layers, each of which asks a checkpoint for an (empty) extra state."""
+    model_type: str
+    biases: Callable[[Mapping[str, Any]], Mapping[str, bool]] = lambda config: {}
+    """Which biases a config.json asks for, as fields of `Model`."""
+    qk_norm: bool = False
+    note: str = ""
+
+
+def _llama_biases(config: Mapping[str, Any]) -> dict[str, bool]:
+    attention = bool(config.get("attention_bias", False))
+    return {
+        "qkv_bias": attention,
+        "output_bias": attention,
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+    }
+
+
+def _qwen3_biases(config: Mapping[str, Any]) -> dict[str, bool]:
+    attention = bool(config.get("attention_bias", False))
+    return {"qkv_bias": attention, "output_bias": attention}
+
+
+DENSE = OUTER + ATTENTION + DENSE_MLP
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        DENSE, LINEAR_LAYERS + DENSE_LINEAR_LAYERS, "llama", biases=_llama_biases
+    ),
+    "MistralForCausalLM": Family(DENSE, LINEAR_LAYERS + DENSE_LINEAR_LAYERS, "mistral"),
+    "Qwen2ForCausalLM": Family(
+        DENSE,
+        LINEAR_LAYERS + DENSE_LINEAR_LAYERS,
+        "qwen2",
+        biases=lambda config: {"qkv_bias": True},
+    ),
+    "Qwen3ForCausalLM": Family(
+        DENSE, LINEAR_LAYERS + DENSE_LINEAR_LAYERS, "qwen3", biases=_qwen3_biases, qk_norm=True
+    ),
+}
+
+RECOMPUTED = {
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "follows from the RoPE settings",
+    r"model\.rotary_emb\.inv_freq": "follows from the RoPE settings",
+}
+"""Tensors of old checkpoints that are no weights, by pattern, and why nothing is lost."""
+
+
+def family_of(name: str) -> Family:
+    """Find a family by its architecture.
+
+    Raises:
+        CheckpointError: for an unknown one, with the nearest known name.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.0)
+    raise CheckpointError(
+        f"unknown architecture {name!r}; did you mean {near[0]}? "
+        f"Known: {', '.join(FAMILIES)} (docs/conversion.md)"
+    )
+
+
+def rules_for(model: Model) -> list[Rule]:
+    """Give the rules that hold for this model."""
+    return [
+        rule
+        for rule in family_of(model.family).rules
+        if rule.when is None or getattr(model, rule.when)
+    ]
+
+
+def recomputed(name: str) -> str | None:
+    """Say why a Hugging Face tensor is not carried over, None if it must be."""
+    for pattern, reason in RECOMPUTED.items():
+        if re.fullmatch(pattern, name):
+            return reason
+    return None

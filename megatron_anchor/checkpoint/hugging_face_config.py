@@ -1,0 +1,231 @@
+"""config.json, read and written in the forms of transformers 4.57 and 5.x.
+
+4.57 has ``rope_theta`` and ``rope_scaling`` (without the base); 5.x has ``rope_parameters`` with
+the base inside. What is written holds both, so that either version reads the same rotation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.families import FAMILIES, family_of
+from megatron_anchor.checkpoint.model import Model
+
+DEFAULT_BASE = 10000.0  # of all four families' configs where rope_theta is missing
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Read a model folder's config.json.
+
+    Raises:
+        CheckpointError: if it is not there or not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; give the folder of a Hugging Face model")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) -> Model:
+    """Read the model's shape from a config.
+
+    Args:
+        config: content of config.json.
+        drop_sliding_window: accept a sliding window, and train with full attention.
+
+    Raises:
+        CheckpointError: for an unknown architecture, a missing field, or a feature that training
+            does not have.
+    """
+    name = architecture(config)
+    family = family_of(name)
+    for key in REQUIRED:
+        if not isinstance(config.get(key), int) or config[key] < 1:
+            raise CheckpointError(f"config.json: {key} is {config.get(key)!r}, expected an int > 0")
+    heads = config["num_attention_heads"]
+    theta, scaling = rope_of(config)
+    model = Model(
+        family=name,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        ffn=config["intermediate_size"],
+        heads=heads,
+        groups=config.get("num_key_value_heads") or heads,
+        head=config.get("head_dim") or config["hidden_size"] // heads,
+        vocabulary=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=family.qk_norm,
+        epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        rotary_base=theta,
+        scaling=scaling,
+        positions=int(config.get("max_position_embeddings") or 2048),
+        **family.biases(config),
+    )
+    _refuse_unsupported(config, model, drop_sliding_window=drop_sliding_window)
+    return model
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """Name the architecture; configs without ``architectures`` are known by their model_type.
+
+    Raises:
+        CheckpointError: for an unknown one.
+    """
+    names = config.get("architectures") or []
+    if names:
+        return str(names[0])
+    by_type = {family.model_type: name for name, family in FAMILIES.items()}
+    model_type = str(config.get("model_type"))
+    if model_type not in by_type:
+        raise CheckpointError(
+            f"config.json: no architectures, and model_type {model_type!r} is none of "
+            f"{', '.join(by_type)}"
+        )
+    return by_type[model_type]
+
+
+def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Give the base and the scaling (empty: none), from either form of config.
+
+    Raises:
+        CheckpointError: if both forms are there and differ, or the kind is not known.
+    """
+    new = dict(config.get("rope_parameters") or {})
+    old = dict(config.get("rope_scaling") or {})
+    bases = {
+        float(value)
+        for value in (config.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta"))
+        if value is not None
+    }
+    forms = [_scaling(form) for form in (new, old) if form]
+    if len(bases) > 1 or (len(forms) > 1 and forms[0] != forms[1]):
+        raise CheckpointError(
+            f"config.json: rope_parameters {new} contradicts rope_theta "
+            f"{config.get('rope_theta')} and rope_scaling {old}; keep the right one"
+        )
+    scaling = forms[0] if forms else {}
+    if scaling and scaling["rope_type"] not in ROPE_TYPES:
+        raise CheckpointError(
+            f"config.json: rope type {scaling['rope_type']!r} is none of default, "
+            f"{', '.join(ROPE_TYPES)}"
+        )
+    return next(iter(bases), DEFAULT_BASE), scaling
+
+
+def _scaling(form: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce one form to the scaling without the base; "type" is the oldest name of the kind."""
+    kind = form.get("rope_type", form.get("type", "default"))
+    rest = {k: v for k, v in form.items() if k not in ("rope_theta", "rope_type", "type")}
+    return {} if kind == "default" else {"rope_type": kind, **rest}
+
+
+def _refuse_unsupported(
+    config: Mapping[str, Any], model: Model, *, drop_sliding_window: bool
+) -> None:
+    window = sliding_window(config)
+    if window is not None and window < model.positions and not drop_sliding_window:
+        raise CheckpointError(
+            f"config.json: sliding_window {window} of {model.positions} positions; training here "
+            "has full attention inside a document. To go on without the window (the exported "
+            "config then has none either) add --drop-sliding-window"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"config.json: hidden_act {activation!r}, expected 'silu' (SwiGLU)")
+    partial = config.get("partial_rotary_factor") or (config.get("rope_parameters") or {}).get(
+        "partial_rotary_factor"
+    )
+    if partial not in (None, 1, 1.0):
+        raise CheckpointError(f"config.json: partial_rotary_factor {partial} is not supported")
+    if model.heads % model.groups:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {model.heads} is not a multiple of "
+            f"num_key_value_heads {model.groups}"
+        )
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Give the window that is in force, None for full attention."""
+    if architecture(config).startswith("Qwen") and not config.get("use_sliding_window", False):
+        return None
+    window = config.get("sliding_window")
+    types = config.get("layer_types")
+    if window is None or (types and "sliding_attention" not in types):
+        return None
+    return int(window)
+
+
+def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = None) -> dict:
+    """Write the config of a model, in both forms of rope parameters.
+
+    Args:
+        model: as trained.
+        dtype: of the weights, such as ``bfloat16``.
+        like: config whose other entries (token ids, dropout, names) are kept.
+    """
+    kept = {k: v for k, v in (like or {}).items() if k not in ("transformers_version", "auto_map")}
+    scaling = dict(model.scaling)
+    config = {
+        **kept,
+        "architectures": [model.family],
+        "model_type": family_of(model.family).model_type,
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.groups,
+        "head_dim": model.head,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.epsilon,
+        "tie_word_embeddings": model.tied,
+        "max_position_embeddings": model.positions,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": scaling or None,
+        "rope_parameters": {
+            "rope_type": "default",
+            **scaling,
+            "rope_theta": model.rotary_base,
+        },
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if model.family == "Qwen2ForCausalLM" and model.head * model.heads == model.hidden:
+        del config["head_dim"]  # not a field of Qwen2Config
+    if model.family == "LlamaForCausalLM":
+        config |= {"attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias}
+    elif model.family == "Qwen3ForCausalLM":
+        config["attention_bias"] = model.qkv_bias
+    return config | _full_attention(model)
+
+
+def _full_attention(model: Model) -> dict[str, Any]:
+    """Say that there is no sliding window, in the words of the family."""
+    if model.family == "MistralForCausalLM":
+        return {"sliding_window": None}  # the class' default is a window
+    if model.family.startswith("Qwen"):
+        return {
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": model.layers,
+            "layer_types": ["full_attention"] * model.layers,
+        }
+    return {}

@@ -1,0 +1,204 @@
+"""A model's shape as Megatron's arguments: command-line flags, and a run's namespace read back."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.model import PADDED_VOCABULARY_MULTIPLE, Model
+
+FLAGS = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "ffn_hidden_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "group_query_attention": "--group-query-attention",
+    "num_query_groups": "--num-query-groups",
+    "kv_channels": "--kv-channels",
+    "normalization": "--normalization",
+    "layernorm_epsilon": "--norm-epsilon",
+    "qk_layernorm": "--qk-layernorm",
+    "swiglu": "--swiglu",
+    "disable_bias_linear": "--disable-bias-linear",
+    "add_qkv_bias": "--add-qkv-bias",
+    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    "position_embedding_type": "--position-embedding-type",
+    "rotary_base": "--rotary-base",
+    "rope_parameters": "--rope-parameters",
+    "max_position_embeddings": "--max-position-embeddings",
+    "attention_dropout": "--attention-dropout",
+    "hidden_dropout": "--hidden-dropout",
+    "vocab_size": "--vocab-size",
+    "padded_vocab_size": "--padded-vocab-size",
+    "tokenizer_type": "--tokenizer-type",
+    "tokenizer_model": "--tokenizer-model",
+    "anchor_token": "--anchor-token",
+    "bf16": "--bf16",
+    "fp16": "--fp16",
+}
+"""Megatron's name of a value to its flag, in the order of megatron_args.txt."""
+
+MUST_BE = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "apply_layernorm_1p": False,
+    "multi_latent_attention": False,
+    "qk_l2_norm": False,
+    "num_experts": None,
+}
+"""What a run must have trained with to be one of our families."""
+
+
+def argument_values(
+    model: Model, *, dtype: torch.dtype, tokenizer: str | None, anchor: int | None
+) -> dict[str, Any]:
+    """Describe a model by Megatron's arguments.
+
+    Args:
+        model: its shape.
+        dtype: of its weights.
+        tokenizer: folder with the tokenizer's files; None: there is no tokenizer.
+        anchor: token id of the anchor, if it is known.
+    """
+    return {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.heads,
+        "group_query_attention": model.groups != model.heads,
+        "num_query_groups": model.groups if model.groups != model.heads else None,
+        "kv_channels": model.head,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.epsilon,
+        "qk_layernorm": model.qk_norm,
+        "swiglu": True,
+        "disable_bias_linear": not model.linear_bias,
+        "add_qkv_bias": model.qkv_bias and not model.linear_bias,
+        "untie_embeddings_and_output_weights": model.untied,
+        "position_embedding_type": "rope",
+        "rotary_base": int(model.rotary_base)
+        if model.rotary_base == int(model.rotary_base)
+        else model.rotary_base,
+        "rope_parameters": json.dumps(dict(model.scaling), separators=(",", ":"))
+        if model.scaling
+        else None,
+        "max_position_embeddings": model.positions,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "vocab_size": model.vocabulary,
+        "padded_vocab_size": model.padded_rows,
+        "tokenizer_type": "HuggingFaceTokenizer" if tokenizer else "NullTokenizer",
+        "tokenizer_model": tokenizer,
+        "anchor_token": None if anchor is None else str(anchor),
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+    }
+
+
+def flag_lines(values: Mapping[str, Any]) -> list[str]:
+    """Write values as command-line flags, one a line."""
+    lines = []
+    for name, flag in FLAGS.items():
+        value = values[name]
+        if value is True:
+            lines.append(flag)
+        elif value is not None and value is not False:
+            lines.append(f"{flag} {value}")
+    return lines
+
+
+def namespace(values: Mapping[str, Any], *, dtype: torch.dtype) -> Namespace:
+    """Give the arguments that a checkpoint records, so that --use-checkpoint-args works too."""
+    recorded = {k: v for k, v in values.items() if k != "disable_bias_linear"}
+    return Namespace(
+        **recorded,
+        add_bias_linear=not values["disable_bias_linear"],
+        add_position_embedding=True,
+        use_rotary_position_embeddings=False,
+        rotary_percent=1.0,
+        rotary_interleaved=False,
+        apply_layernorm_1p=False,
+        num_experts=None,
+        make_vocab_size_divisible_by=PADDED_VOCABULARY_MULTIPLE,
+        params_dtype=dtype,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        consumed_train_samples=0,
+        skipped_train_samples=0,
+        consumed_valid_samples=0,
+        no_save_optim=True,
+        no_save_rng=True,
+        ckpt_format="torch_dist",
+    )
+
+
+def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: int) -> Model:
+    """Read a model's shape from the arguments of the run that trained it.
+
+    Args:
+        args: as the checkpoint records them; Megatron's own runs lack our flags.
+        family: architecture to export as; None: the plainest one that has these weights.
+        padded_vocabulary: rows of the stored embedding.
+
+    Raises:
+        CheckpointError: for a model that is none of the families.
+    """
+    given = vars(args)
+    wrong = [
+        f"{name} {given[name]} (expected {value})"
+        for name, value in MUST_BE.items()
+        if given.get(name, value) not in (value, None)
+    ]
+    if wrong:
+        raise CheckpointError(f"this model is none of the families: {', '.join(wrong)}")
+    heads = args.num_attention_heads
+    groups = given.get("num_query_groups") if given.get("group_query_attention") else heads
+    bias = bool(given.get("add_bias_linear", True))
+    qk_norm = bool(given.get("qk_layernorm", False))
+    qkv_bias = bias or bool(given.get("add_qkv_bias", False))
+    return Model(
+        family=family or _family(qk_norm=qk_norm, qkv_bias=qkv_bias, bias=bias),
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=given.get("ffn_hidden_size") or 4 * args.hidden_size,
+        heads=heads,
+        groups=groups or heads,
+        head=given.get("kv_channels") or args.hidden_size // heads,
+        vocabulary=_vocabulary(given, padded_vocabulary),
+        padded_vocabulary=padded_vocabulary,
+        tied=not given.get("untie_embeddings_and_output_weights", False),
+        qkv_bias=qkv_bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        qk_norm=qk_norm,
+        epsilon=float(given.get("layernorm_epsilon", given.get("norm_epsilon", 1e-5))),
+        rotary_base=float(given.get("rotary_base", 10000)),
+        scaling=_scaling(given),
+        positions=int(given.get("max_position_embeddings") or given["seq_length"]),
+    )
+
+
+def _family(*, qk_norm: bool, qkv_bias: bool, bias: bool) -> str:
+    if qk_norm:
+        return "Qwen3ForCausalLM"
+    return "Qwen2ForCausalLM" if qkv_bias and not bias else "LlamaForCausalLM"
+
+
+def _vocabulary(given: Mapping[str, Any], padded: int) -> int:
+    """Rows that mean tokens, as far as the run knew: --vocab-size, else the whole embedding."""
+    return given.get("vocab_size") or padded
+
+
+def _scaling(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    from megatron_anchor.training.arguments import rope_scaling
+
+    flags = ("rope_parameters", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
+    return rope_scaling(Namespace(**{"rope_scaling_factor": 8.0, **dict.fromkeys(flags), **given}))

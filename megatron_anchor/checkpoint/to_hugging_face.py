@@ -1,0 +1,344 @@
+"""Megatron ``torch_dist`` checkpoint -> Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from megatron_anchor.checkpoint import tokenizer_files
+from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.families import LAYER, Rule, rules_for
+from megatron_anchor.checkpoint.hugging_face_config import (
+    architecture,
+    config_for,
+    model_of,
+    read_config,
+)
+from megatron_anchor.checkpoint.hugging_face_weights import SHARD_BYTES, TensorPlan, write_weights
+from megatron_anchor.checkpoint.megatron_args import model_from_args
+from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.checkpoint.output import output_folder
+from megatron_anchor.checkpoint.row_maps import Zeros
+from megatron_anchor.checkpoint.rows import AverageRows, Blocks, CastRows, Files, Rows
+from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint, iteration_folder
+
+EMBEDDING = "embedding.word_embeddings.weight"
+LIKE_MUST_AGREE = ("layers", "hidden", "ffn", "heads", "groups", "head", "tied", "qk_norm")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export did."""
+
+    model: Model
+    tensors: int
+    bytes: int
+    files: list[str]
+    like: str | None
+    """Folder whose config, generation config and tokenizer were taken over."""
+    notes: list[str]
+
+
+def convert_to_hugging_face(
+    source: str | Path,
+    out: str | Path,
+    *,
+    iteration: int | None = None,
+    average: Sequence[int] = (),
+    like: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = True,
+) -> Exported:
+    """Export a checkpoint; nothing is left behind when it fails.
+
+    Args:
+        source: what --save names, or the folder of one iteration.
+        out: new model folder.
+        iteration: which; None: the latest.
+        average: iterations whose mean is exported instead.
+        like: Hugging Face folder for everything that is not trained: architecture, token ids,
+            tokenizer, generation config. None: the run's --tokenizer-model where it is such a
+            folder of the same shape.
+        dtype: of the weights; None: as stored.
+        shard_bytes: largest size of a weight file.
+        progress: show a bar.
+
+    Raises:
+        CheckpointError: for a checkpoint that cannot be exported exactly, with the reason.
+    """
+    if average and iteration is not None:
+        raise CheckpointError("--iteration and --average exclude each other")
+    wanted: list[int | None] = [*dict.fromkeys(average)] or [iteration]
+    with Files() as files:
+        checkpoints = [
+            TorchDistCheckpoint(iteration_folder(source, iteration=i), files) for i in wanted
+        ]
+        first = checkpoints[0]
+        args = first.args()
+        model, config, folder, notes = describe(first, args, like)
+        check_names(first, model)
+        stored = Stored(checkpoints, model, dtype)
+        plans = stored.plans()
+        total = sum(plan.bytes for plan in plans)
+        with (
+            output_folder(out) as temporary,
+            tqdm(
+                total=total,
+                unit="B",
+                unit_scale=True,
+                disable=not progress,
+                desc="to Hugging Face",
+            ) as bar,
+        ):
+
+            def blocks(name: str) -> Iterator[np.ndarray]:
+                for block in stored.blocks(name):
+                    yield block
+                    bar.update(block.size)
+
+            stored.check_zeros()
+            names = write_weights(temporary, plans, blocks, shard_bytes=shard_bytes)
+            weights_dtype = str(stored.dtype).removeprefix("torch.")
+            _write_json(
+                temporary / "config.json", config_for(model, dtype=weights_dtype, like=config)
+            )
+            _write_companions(temporary, model, config, folder)
+    return Exported(model, len(plans), total, names, None if folder is None else str(folder), notes)
+
+
+def describe(
+    checkpoint: TorchDistCheckpoint, args: Namespace, like: str | Path | None
+) -> tuple[Model, dict[str, Any] | None, Path | None, list[str]]:
+    """Say what model a checkpoint holds.
+
+    Returns:
+        The model as trained, the config to take the rest from and its folder, and notes.
+
+    Raises:
+        CheckpointError: if --like describes another model.
+    """
+    tensors = checkpoint.tensors()
+    if EMBEDDING not in tensors:
+        raise CheckpointError(
+            f"{checkpoint.folder} has no {EMBEDDING}; it holds {', '.join(list(tensors)[:3])} ..."
+        )
+    padded = tensors[EMBEDDING][0][0]
+    folder, notes = _like_folder(args, like)
+    if folder is None:
+        model = model_from_args(args, family=None, padded_vocabulary=padded)
+        notes.append(
+            f"exported as {model.family}, vocabulary {model.vocabulary}, without a tokenizer: "
+            "--like HF_DIR takes these from the original model"
+        )
+        return model, None, None, notes
+    config = read_config(folder)
+    theirs = model_of(config, drop_sliding_window=True)
+    model = model_from_args(args, family=architecture(config), padded_vocabulary=padded)
+    different = [
+        f"{name} {getattr(model, name)} (there {getattr(theirs, name)})"
+        for name in LIKE_MUST_AGREE
+        if getattr(model, name) != getattr(theirs, name)
+    ]
+    if different and like is None:
+        notes.append(f"{folder} is another model ({', '.join(different)}); exported without it")
+        model = model_from_args(args, family=None, padded_vocabulary=padded)
+        return model, None, folder, notes
+    if different:
+        raise CheckpointError(
+            f"--like {folder} describes another model than the checkpoint's: {', '.join(different)}"
+        )
+    if theirs.vocabulary > padded:
+        raise CheckpointError(
+            f"--like {folder}: vocab_size {theirs.vocabulary}, but the trained embedding has only "
+            f"{padded} rows"
+        )
+    model = dataclasses.replace(
+        model,
+        vocabulary=theirs.vocabulary,
+        qkv_bias=theirs.qkv_bias,
+        output_bias=theirs.output_bias,
+        mlp_bias=theirs.mlp_bias,
+    )
+    return model, config, folder, notes
+
+
+def _like_folder(args: Namespace, like: str | Path | None) -> tuple[Path | None, list[str]]:
+    if like is not None:
+        return Path(like), []
+    given = getattr(args, "tokenizer_model", None)
+    if given and (Path(given) / "config.json").is_file():
+        return Path(given), [f"config and tokenizer like the run's --tokenizer-model {given}"]
+    return None, []
+
+
+def check_names(checkpoint: TorchDistCheckpoint, model: Model) -> None:
+    """Check that tensors and rules fit each other one to one, before anything is written.
+
+    Raises:
+        CheckpointError: naming the tensors that have no rule, are missing or have another shape.
+    """
+    tensors = checkpoint.tensors()
+    known: set[str] = set()
+    for rule in rules_for(model):
+        rows = sum(segment.rows for segment in rule.segments(model))
+        shape = (*rule.stack(model), *rule.shape(rows, model))
+        key = _stored_key(rule, tensors)
+        if key is not None:
+            known.add(key)
+            found = tensors[key][0]
+            if found != shape:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: {key} has shape {list(found)}, the run's arguments make "
+                    f"it {list(shape)}"
+                )
+            continue
+        singles = _single_keys(rule, tensors, model)
+        if singles is None:
+            raise CheckpointError(
+                f"{checkpoint.folder} lacks {' or '.join(rule.keys)}, which {model.family} needs"
+            )
+        known.update(singles)
+    unknown = sorted(set(tensors) - known)
+    if unknown:
+        raise CheckpointError(
+            f"{model.family} has no rule for {', '.join(unknown[:3])}"
+            + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
+            + "; exporting without it would not be exact"
+        )
+
+
+def _stored_key(rule: Rule, tensors: Mapping[str, Any]) -> str | None:
+    return next((key for key in rule.keys if key in tensors), None)
+
+
+def _single_keys(rule: Rule, tensors: Mapping[str, Any], model: Model) -> list[str] | None:
+    """Names where each layer is stored as a tensor of its own."""
+    for name in (rule.megatron, rule.alias):
+        if name and LAYER in name:
+            keys = [name.replace(LAYER, str(i)) for i in range(model.layers)]
+            if all(key in tensors for key in keys):
+                return keys
+    return None
+
+
+class Stored:
+    """The Hugging Face tensors that one or several checkpoints hold."""
+
+    def __init__(
+        self,
+        checkpoints: Sequence[TorchDistCheckpoint],
+        model: Model,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self._checkpoints, self._wanted = checkpoints, dtype
+        self._tensors = [checkpoint.tensors() for checkpoint in checkpoints]
+        if any(tensors != self._tensors[0] for tensors in self._tensors):
+            raise CheckpointError("the checkpoints to average hold different tensors")
+        self._sources = {
+            name: (rule, indices, number)
+            for rule in rules_for(model)
+            for indices in rule.indices(model)
+            for number, name in enumerate(rule.names(indices))
+        }
+        self._blocks = Blocks()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embedding, and so of the model."""
+        return self._wanted or self._tensors[0][EMBEDDING][1]
+
+    def plans(self) -> list[TensorPlan]:
+        """Give all tensors in the model's order: embedding, layers, the rest."""
+        plans = [
+            TensorPlan(name, rule.source_shapes(self.model)[number], self._dtype(rule))
+            for name, (rule, _, number) in self._sources.items()
+        ]
+
+        def place(plan: TensorPlan) -> float:
+            rule, indices, _ = self._sources[plan.name]
+            return indices.get(LAYER, -1 if rule.megatron == EMBEDDING else math.inf)
+
+        return sorted(plans, key=place)
+
+    def blocks(self, name: str) -> Iterator[np.ndarray]:
+        """Yield the bytes of one Hugging Face tensor in order."""
+        rule, indices, number = self._sources[name]
+        rows = self._rows(rule, indices)
+        position, found = 0, []
+        for segment in rule.segments(self.model):
+            if segment.source == number:
+                found.append((segment.first, position, segment.rows))
+            position += segment.rows
+        for _, start, count in sorted(found):
+            yield from self._blocks.of(rows, start, count)
+
+    def check_zeros(self) -> None:
+        """Check that what the Hugging Face model does not have is zero.
+
+        Raises:
+            CheckpointError: naming a trained tensor that would be lost.
+        """
+        for rule in rules_for(self.model):
+            if not isinstance(rule.layout, Zeros):
+                continue
+            for indices in rule.indices(self.model):
+                rows = self._rows(rule, indices)
+                for block in self._blocks.of(rows, 0, rows.shape[0]):
+                    if block.any():
+                        raise CheckpointError(
+                            f"{rule.keys[0]} {list(indices.values())} was trained, but the model "
+                            "of --like has no such bias; export without --like, or set "
+                            "attention_bias and mlp_bias in its config.json"
+                        )
+
+    def _dtype(self, rule: Rule) -> torch.dtype:
+        if self._wanted is not None:
+            return self._wanted
+        key = _stored_key(rule, self._tensors[0]) or self._single(rule, 0)
+        return self._tensors[0][key][1]
+
+    def _rows(self, rule: Rule, indices: Mapping[str, int]) -> Rows:
+        key, place = _stored_key(rule, self._tensors[0]), tuple(indices.values())
+        if key is None:
+            key, place = self._single(rule, indices[LAYER]), place[1:]
+        sources: list[Rows] = [c.rows(key, place) for c in self._checkpoints]
+        rows = sources[0] if len(sources) == 1 else AverageRows(sources)
+        return rows if self._wanted in (None, rows.dtype) else CastRows(rows, self._wanted)
+
+    def _single(self, rule: Rule, layer: int) -> str:
+        keys = _single_keys(rule, self._tensors[0], self.model)
+        assert keys is not None, rule
+        return keys[layer]
+
+
+def _write_companions(
+    out: Path, model: Model, config: Mapping[str, Any] | None, folder: Path | None
+) -> None:
+    generation: dict[str, Any] = (
+        {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in config}
+        if config
+        else {}
+    )
+    if folder is not None:
+        path = folder / "generation_config.json"
+        if config is not None and path.is_file():
+            generation = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer_files.copy_tokenizer(folder, out, positions=model.positions)
+    generation.pop("transformers_version", None)
+    _write_json(out / "generation_config.json", {"_from_model_config": True, **generation})
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,213 @@
+"""Is a Megatron checkpoint the same model as a Hugging Face folder? Bits first, then logits.
+
+The yardstick for logits is a floor: how far Hugging Face differs from itself when only the order
+of its operations changes (its two attention implementations on the same weights and tokens).
+
+Legend: S tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
+from megatron_anchor.checkpoint.hugging_face_weights import open_weights
+from megatron_anchor.checkpoint.megatron_model import logits as megatron_logits
+from megatron_anchor.checkpoint.rows import CastRows, Files, Rows
+from megatron_anchor.checkpoint.to_hugging_face import Stored, check_names, describe
+from megatron_anchor.checkpoint.to_megatron import check_tensors
+from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint, iteration_folder
+
+FLOOR_FACTOR = 10.0
+"""Logits may differ by so many times the floor ..."""
+ABSOLUTE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""... or, where the floor is lower, by this share of the logits' standard deviation."""
+
+ROPE_SETTINGS = ("rotary_base", "scaling", "positions")
+
+
+@dataclass(frozen=True)
+class TensorVerdict:
+    """Result of the bitwise comparison."""
+
+    tensors: int
+    different: list[str]
+    """Names of tensors with other bits, and the largest difference of values."""
+
+    @property
+    def passed(self) -> bool:
+        """Every bit is equal."""
+        return not self.different
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitVerdict:
+    """Result of the comparison of logits."""
+
+    tokens: int
+    largest_difference: float
+    floor: float
+    """Largest difference between Hugging Face's own attention implementations."""
+    spread: float
+    """Standard deviation of the logits."""
+    kl: float
+    """Mean KL divergence of the next-token distributions, in nats."""
+    top1_agreement: float
+    """Share of tokens whose likeliest next token is the same."""
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Within the tolerance."""
+        return self.largest_difference <= self.tolerance
+
+
+def compare_tensors(checkpoint: TorchDistCheckpoint, folder: Path, files: Files) -> TensorVerdict:
+    """Compare every tensor bit by bit, read through the maps that conversions use.
+
+    Args:
+        checkpoint: Megatron's side.
+        folder: Hugging Face's side.
+        files: reads both.
+
+    Raises:
+        CheckpointError: if they are not the same kind of model.
+    """
+    model, *_ = describe(checkpoint, checkpoint.args(), folder)
+    check_names(checkpoint, model)
+    weights = open_weights(folder, files)
+    check_tensors(weights, model)
+    stored, different = Stored([checkpoint], model), []
+    stored.check_zeros()
+    plans = stored.plans()
+    for plan in plans:
+        source: Rows = weights[plan.name]
+        if source.dtype != plan.dtype:
+            source = CastRows(source, plan.dtype)
+        largest, equal, first = 0.0, True, 0
+        for ours in stored.blocks(plan.name):
+            other = np.empty_like(ours)
+            source.read(first, other)
+            first += len(ours)
+            if not np.array_equal(ours, other):
+                equal = False
+                largest = max(largest, _largest_difference(ours, other, plan.dtype))
+        if not equal:
+            different.append(f"{plan.name} (by up to {largest:g})")
+    return TensorVerdict(len(plans), different)
+
+
+def rope_differences(checkpoint: TorchDistCheckpoint, folder: Path) -> list[str]:
+    """Say where the checkpoint's RoPE and length are not the Hugging Face config's."""
+    model, *_ = describe(checkpoint, checkpoint.args(), folder)
+    theirs = model_of(read_config(folder), drop_sliding_window=True)
+    return [
+        f"{name} {getattr(model, name)} (Hugging Face {getattr(theirs, name)})"
+        for name in ROPE_SETTINGS
+        if getattr(model, name) != getattr(theirs, name)
+    ]
+
+
+def _largest_difference(first: np.ndarray, second: np.ndarray, dtype: torch.dtype) -> float:
+    a, b = (torch.from_numpy(x.reshape(-1).copy()).view(dtype).float() for x in (first, second))
+    return float((a - b).abs().max())
+
+
+def compare_logits(
+    checkpoint: TorchDistCheckpoint,
+    folder: Path,
+    tokens_S: Tensor,
+    *,
+    dtype: torch.dtype,
+    their_rope: bool = False,
+) -> LogitVerdict:
+    """Compare the logits of both sides on one document; needs the CPU in CUDA's place.
+
+    Args:
+        checkpoint: Megatron's side.
+        folder: Hugging Face's side; one model is in memory at a time.
+        tokens_S: token ids.
+        dtype: of weights and arithmetic on both sides.
+        their_rope: rotate on Megatron's side as the Hugging Face config says.
+    """
+    model, *_ = describe(checkpoint, checkpoint.args(), folder)
+    if their_rope:
+        config = model_of(read_config(folder), drop_sliding_window=True)
+        model = dataclasses.replace(
+            model, **{name: getattr(config, name) for name in ROPE_SETTINGS}
+        )
+    theirs = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="eager")
+    others = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="sdpa")
+    floor, spread = float((theirs - others).abs().max()), float(theirs.std())
+    ours = megatron_logits(model, checkpoint.folder, tokens_S, dtype=dtype)
+    log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
+    return LogitVerdict(
+        tokens=len(tokens_S),
+        largest_difference=float((ours - theirs).abs().max()),
+        floor=floor,
+        spread=spread,
+        kl=max(0.0, float((log_p.exp() * (log_p - log_q)).sum(-1).mean())),
+        top1_agreement=float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
+        tolerance=max(FLOOR_FACTOR * floor, ABSOLUTE_TOLERANCE[dtype] * spread),
+    )
+
+
+def hugging_face_logits(
+    folder: Path, tokens_S: Tensor, *, dtype: torch.dtype, attention: str
+) -> Tensor:
+    """Give transformers' logits [S, V] in float32."""
+    model = load_hugging_face(folder, dtype=dtype, attention=attention)
+    with torch.no_grad():
+        return model(input_ids=tokens_S[None]).logits[0].float()
+
+
+def load_hugging_face(folder: Path, *, dtype: torch.dtype, attention: str) -> Any:
+    """Load a model folder by transformers, from this machine's disk only."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+    ).eval()
+
+
+def open_checkpoint(
+    root: str | Path, files: Files, *, iteration: int | None = None
+) -> TorchDistCheckpoint:
+    """Open the checkpoint of an iteration, the latest by default."""
+    return TorchDistCheckpoint(iteration_folder(root, iteration=iteration), files)
+
+
+def text_tokens(text: str, folder: Path, *, limit: int) -> Tensor:
+    """Tokenize a text by the folder's tokenizer; without one, random ids (a fixed seed).
+
+    Args:
+        text: any text.
+        folder: Hugging Face folder.
+        limit: tokens at most.
+
+    Raises:
+        CheckpointError: for a text without tokens.
+    """
+    from megatron_anchor.checkpoint.tokenizer_files import has_tokenizer
+
+    if not has_tokenizer(folder):
+        model = model_of(read_config(folder), drop_sliding_window=True)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(model.vocabulary, (min(limit, 256),), generator=generator)
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"][:limit]
+    if not ids:
+        raise CheckpointError("the text has no tokens; give another --text or --text-file")
+    return torch.tensor(ids)

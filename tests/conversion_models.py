@@ -1,0 +1,77 @@
+"""Tiny random Hugging Face models of every family, and the ways in which they differ."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SHAPE = {
+    "vocab_size": 131,  # odd, so that Megatron has to fill it up
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0}
+
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama without gqa, tied": ("Llama", {"num_key_value_heads": 8, "tie_word_embeddings": True}),
+    "llama3 scaling, wide heads": ("Llama", {"head_dim": 16, "rope_parameters": LLAMA3}),
+    "llama linear, all biases": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR},
+    ),
+    "llama yarn, attention bias": (
+        "Llama",
+        {"attention_bias": True, "rope_parameters": YARN, "rms_norm_eps": 1e-5},
+    ),
+    "llama mlp bias": ("Llama", {"mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3 untied, attention bias": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+}
+"""Name to transformers' class and what differs from its defaults and from `SHAPE`."""
+
+
+def hugging_face_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32):
+    """Build a random model with weights that spread, so that mistakes cannot hide."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    kind, differences = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **differences})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            norm = "norm" in parameter_name
+            parameter.normal_(1.0 if norm else 0.0, 0.1 if norm else 0.25)
+    return model.to(dtype).eval()
+
+
+def weights_of(folder) -> dict[str, Tensor]:
+    """Read a model folder's safetensors by the library itself."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    assert files, folder
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

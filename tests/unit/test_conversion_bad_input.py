@@ -1,0 +1,267 @@
+"""Bad input: a message with place and remedy, nothing executed, nothing left behind."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
+from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
+from tests.conversion_models import hugging_face_model, weights_of
+
+
+class Attack:
+    """Makes a folder when it is unpickled by someone careless."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original")
+    hugging_face_model("llama").save_pretrained(folder / "hf", max_shard_size="100KB")
+    convert_to_megatron(folder / "hf", folder / "megatron", progress=False)
+    return folder
+
+
+@pytest.fixture
+def copy(original, tmp_path):
+    shutil.copytree(original, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def refused(convert, source, message, *, tmp_path, **options):
+    """Expect an error, and no trace of an output."""
+    before = set(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=message) as caught:
+        convert(source, tmp_path / "out", progress=False, **options)
+    assert set(tmp_path.iterdir()) == before
+    return str(caught.value)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def resave(folder, change):
+    """Rewrite a model's weights as one file after a change."""
+    weights = weights_of(folder)
+    change(weights)
+    for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        path.unlink()
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_a_missing_shard_is_named(copy, tmp_path):
+    victim = sorted((copy / "hf").glob("*.safetensors"))[1]
+    victim.unlink()
+    refused(convert_to_megatron, copy / "hf", victim.name, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
+def test_a_truncated_file_is_named(copy, tmp_path, keep):
+    victim = sorted((copy / "hf").glob("*.safetensors"))[1]
+    data = victim.read_bytes()
+    cut = int(len(data) * keep) if isinstance(keep, float) else keep
+    victim.write_bytes(data[:cut] if cut >= 0 else data[:-1])
+    refused(convert_to_megatron, copy / "hf", victim.name, tmp_path=tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_leaves_nothing(copy, tmp_path, monkeypatch):
+    from megatron_anchor.checkpoint import to_megatron
+
+    victim = sorted((copy / "hf").glob("*.safetensors"))[-1]
+    check = to_megatron.check_tensors
+
+    def shrink(*args):
+        found = check(*args)
+        os.truncate(victim, 500)
+        return found
+
+    monkeypatch.setattr(to_megatron, "check_tensors", shrink)
+    refused(convert_to_megatron, copy / "hf", f"{victim.name} ends at byte", tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [2]}},
+        {"x": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
+        ["x"],
+    ],
+)
+def test_a_malformed_header_is_refused(copy, tmp_path, header):
+    text = json.dumps(header).encode()
+    for path in [*(copy / "hf").glob("*.safetensors*")]:
+        path.unlink()
+    (copy / "hf" / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + bytes(8)
+    )
+    refused(convert_to_megatron, copy / "hf", r"model\.safetensors", tmp_path=tmp_path)
+
+
+def test_wrong_shapes_are_named(copy, tmp_path):
+    name = "model.layers.2.mlp.up_proj.weight"
+    resave(copy / "hf", lambda w: w.update({name: torch.zeros(95, 64)}))
+    refused(convert_to_megatron, copy / "hf", rf"{name} has shape \[95, 64\]", tmp_path=tmp_path)
+
+
+def test_a_tensor_without_a_rule_is_named(copy, tmp_path):
+    resave(copy / "hf", lambda w: w.update({"model.layers.0.mlp.extra.weight": torch.zeros(3)}))
+    refused(
+        convert_to_megatron,
+        copy / "hf",
+        "no rule for model.layers.0.mlp.extra.weight",
+        tmp_path=tmp_path,
+    )
+
+
+def test_a_missing_tensor_is_named(copy, tmp_path):
+    resave(copy / "hf", lambda w: w.pop("model.norm.weight"))
+    refused(convert_to_megatron, copy / "hf", "lack model.norm.weight", tmp_path=tmp_path)
+
+
+def test_mixed_dtypes_of_a_kind_need_a_decision(copy, tmp_path):
+    name = "model.layers.3.self_attn.o_proj.weight"
+    resave(copy / "hf", lambda w: w.update({name: w[name].half()}))
+    refused(convert_to_megatron, copy / "hf", f"{name} is torch.float16", tmp_path=tmp_path)
+    convert_to_megatron(copy / "hf", tmp_path / "out", dtype=torch.float32, progress=False)
+
+
+def test_an_output_layer_that_is_not_the_tied_embedding_is_not_dropped(copy, tmp_path):
+    change_config(copy / "hf", tie_word_embeddings=True)
+    refused(convert_to_megatron, copy / "hf", "lm_head.weight differs", tmp_path=tmp_path)
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_refused(copy, tmp_path):
+    change_config(copy / "hf", vocab_size=140)
+    refused(convert_to_megatron, copy / "hf", "vocab_size in config.json is 140", tmp_path=tmp_path)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(copy, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {f"t{i}": i for i in range(200)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="t0")).save(str(copy / "hf/tokenizer.json"))
+    refused(convert_to_megatron, copy / "hf", "200 tokens, the embedding 131", tmp_path=tmp_path)
+
+
+def test_an_unknown_architecture_gets_a_suggestion(copy, tmp_path):
+    change_config(copy / "hf", architectures=["LLamaForCausalLM"])
+    refused(convert_to_megatron, copy / "hf", "did you mean LlamaForCausalLM", tmp_path=tmp_path)
+
+
+def test_an_output_folder_with_content_is_kept(copy, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    refused(convert_to_megatron, copy / "hf", "not empty", tmp_path=tmp_path)
+    assert (tmp_path / "out" / "precious").read_text() == "x"
+
+
+def test_pickled_weights_that_execute_code_are_refused(copy, tmp_path):
+    for path in (copy / "hf").glob("*.safetensors*"):
+        path.unlink()
+    torch.save({"model.norm.weight": Attack(tmp_path / "hit")}, copy / "hf/pytorch_model.bin")
+    refused(convert_to_megatron, copy / "hf", "refused to unpickle", tmp_path=tmp_path)
+
+
+def test_an_attack_would_work_on_the_careless(tmp_path):
+    """The tests above and below could fail."""
+    pickle.loads(pickle.dumps(Attack(tmp_path / "hit")))
+    assert (tmp_path / "hit").exists()
+
+
+def test_metadata_that_executes_code_is_refused(copy, tmp_path):
+    (copy / "megatron/release/.metadata").write_bytes(pickle.dumps(Attack(tmp_path / "hit")))
+    refused(
+        convert_to_hugging_face,
+        copy / "megatron",
+        "refused to unpickle: posix.mkdir",
+        tmp_path=tmp_path,
+    )
+
+
+@pytest.mark.parametrize("victim", ["common state", "tensor", "common.pt"])
+def test_objects_that_execute_code_are_refused(copy, tmp_path, victim):
+    folder = copy / "megatron" / "release"
+    attack = io.BytesIO()
+    torch.save([Attack(tmp_path / "hit")], attack)
+    if victim == "common.pt":
+        (folder / "common.pt").write_bytes(attack.getvalue())
+    else:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        for index, info in metadata.storage_data.items():
+            name = "common_state" if victim == "common state" else "decoder.layers.mlp.linear_fc2.w"
+            if index.fqn.startswith(name):
+                with open(folder / "__0_9.distcp", "ab") as file:
+                    info.relative_path, info.offset = "__0_9.distcp", file.tell()
+                    info.length = file.write(attack.getvalue())
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(convert_to_hugging_face, copy / "megatron", "refused to unpickle", tmp_path=tmp_path)
+
+
+def test_a_missing_or_truncated_part_of_a_checkpoint_is_named(copy, tmp_path):
+    part = copy / "megatron/release/__0_0.distcp"
+    os.truncate(part, part.stat().st_size // 2)
+    refused(convert_to_hugging_face, copy / "megatron", "truncated", tmp_path=tmp_path)
+    part.unlink()
+    refused(
+        convert_to_hugging_face, copy / "megatron", r"__0_0\.distcp is missing", tmp_path=tmp_path
+    )
+
+
+def test_a_checkpoint_whose_chunks_leave_a_gap_is_refused(copy, tmp_path):
+    path = copy / "megatron/release/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+    path.write_bytes(pickle.dumps(metadata))
+    refused(convert_to_hugging_face, copy / "megatron", "its chunks hold 0", tmp_path=tmp_path)
+
+
+def test_what_is_not_there_is_said(copy, tmp_path):
+    refused(convert_to_megatron, copy, "config.json does not exist", tmp_path=tmp_path)
+    refused(convert_to_hugging_face, copy / "hf", "no Megatron checkpoint", tmp_path=tmp_path)
+    refused(
+        convert_to_hugging_face,
+        copy / "megatron",
+        "has no iteration 7",
+        tmp_path=tmp_path,
+        iteration=7,
+    )
+
+
+def test_like_must_be_the_same_model(copy, tmp_path):
+    change_config(copy / "hf", num_hidden_layers=5)
+    refused(
+        convert_to_hugging_face,
+        copy / "megatron",
+        r"layers 4 \(there 5\)",
+        tmp_path=tmp_path,
+        like=copy / "hf",
+    )
+
+
+def test_a_trained_bias_is_not_lost_to_a_model_without_it(tmp_path):
+    hugging_face_model("llama linear, all biases").save_pretrained(tmp_path / "hf")
+    convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", progress=False)
+    change_config(tmp_path / "hf", mlp_bias=False)
+    refused(
+        convert_to_hugging_face,
+        tmp_path / "megatron",
+        r"linear_fc1\.bias .* was trained",
+        tmp_path=tmp_path,
+        like=tmp_path / "hf",
+    )

@@ -1,0 +1,12 @@
+"""Compare a Megatron checkpoint with a Hugging Face model; see docs/conversion.md."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_anchor.checkpoint.cli import run
+from megatron_anchor.checkpoint.cli_verify import main
+
+if __name__ == "__main__":
+    sys.exit(run(main))
