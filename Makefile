@@ -2,13 +2,19 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-te test-gpu lint bench clean
 
 demo: $(VENV)/.ready  ## train under `anchor` and `full` on real text, on this machine's CPU
 	$(PY) examples/cpu_demo/run.py
 
 test: $(VENV)/.ready  ## every test that runs without a GPU
 	$(PY) -m pytest
+
+test-te: .venv-te/.ready  ## Transformer Engine's own Python code, without a GPU
+	.venv-te/bin/python -m pytest $(wildcard tests/*/test_te_contract*.py)
+
+test-gpu: $(VENV)/.ready  ## kernels and training on one GPU
+	$(PY) -m pytest tests/gpu
 
 lint: $(VENV)/.ready  ## format and type checks
 	$(VENV)/bin/ruff format --check .
@@ -21,7 +27,10 @@ bench: $(VENV)/.ready  ## side by side with Megatron's own data path; make demo 
 	$(PY) benchmarks/preprocess.py --tokenizer-model demo_output/tokenizer --megabytes 8
 
 clean:  ## remove the environment and what the demo wrote
-	rm -rf $(VENV) demo_output
+	rm -rf $(VENV) .venv-te demo_output
 
 $(VENV)/.ready: setup.py requirements/constraints.txt tools/make_venv.sh
 	tools/make_venv.sh $(VENV)
+
+.venv-te/.ready: $(VENV)/.ready requirements/te.txt tools/make_venv_te.sh
+	tools/make_venv_te.sh $(VENV) .venv-te

@@ -8,8 +8,31 @@ Legend: T query slots, U key slots, H query heads, G key/value heads, D head dim
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+
+def _documents(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, offsets: tuple[Tensor | None, Tensor | None]
+) -> Iterator[tuple[slice, slice]]:
+    """Slots of each document: lengths from cu_seqlens, places from the offsets where given."""
+    places = [
+        (cu_seqlens if offset is None else offset).tolist()
+        for cu_seqlens, offset in zip((cu_seqlens_q, cu_seqlens_k), offsets, strict=True)
+    ]
+    lengths = (cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
+    for a, c, queries, keys in zip(*places, *lengths, strict=False):
+        if queries:
+            yield slice(a, a + queries), slice(c, c + keys)
+
+
+def _hidden(queries: int, keys: int, *, causal: bool, bottom_right: bool) -> Tensor:
+    if not causal:
+        return torch.zeros(queries, keys, dtype=torch.bool)
+    shift = keys - queries if bottom_right else 0
+    return torch.arange(keys)[None] > torch.arange(queries)[:, None] + shift
 
 
 def attend_documents(
@@ -21,10 +44,21 @@ def attend_documents(
     *,
     scale: float,
     causal: bool,
+    bottom_right: bool = False,
+    offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside documents, in float32 inside; slots past the last document stay 0.
+    """Attend inside documents, in float32 inside; slots outside of them stay 0.
 
-    A causal mask is aligned to the top left corner.
+    Args:
+        q_THD: [T, H, D].
+        k_UGD: [U, G, D].
+        v_UGD: [U, G, D].
+        cu_seqlens_q: cumulative lengths of the documents' queries.
+        cu_seqlens_k: cumulative lengths of the documents' keys.
+        scale: factor of the logits.
+        causal: hide later keys.
+        bottom_right: align the causal mask to the last query and key, not to the first.
+        offsets: where each document's queries and keys begin, if not side by side.
 
     Returns:
         [T, H, D] output in the dtype of ``q_THD`` and [T, H] float32 log-sum-exp.
@@ -32,23 +66,26 @@ def attend_documents(
     copies = q_THD.shape[1] // k_UGD.shape[1]
     out = torch.zeros_like(q_THD, dtype=torch.float32)
     lse = torch.full(q_THD.shape[:2], -torch.inf)
-    q_borders, k_borders = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for a, b, c, d in zip(q_borders, q_borders[1:], k_borders, k_borders[1:], strict=False):
-        if a == b:
-            continue
-        k = k_UGD[c:d].float().repeat_interleave(copies, 1)
-        v = v_UGD[c:d].float().repeat_interleave(copies, 1)
-        logits = torch.einsum("qhd,khd->hqk", q_THD[a:b].float(), k) * scale
-        if causal:
-            hidden = torch.arange(d - c)[None] > torch.arange(b - a)[:, None]
-            logits = logits.masked_fill(hidden, -torch.inf)
-        lse[a:b] = logits.logsumexp(-1).t().detach()
-        out[a:b] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v)
+    for a, c in _documents(cu_seqlens_q, cu_seqlens_k, offsets):
+        k, v = (x[c].float().repeat_interleave(copies, 1) for x in (k_UGD, v_UGD))
+        logits = torch.einsum("qhd,khd->hqk", q_THD[a].float(), k) * scale
+        hidden = _hidden(*logits.shape[1:], causal=causal, bottom_right=bottom_right)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        lse[a] = logits.logsumexp(-1).t().detach()
+        out[a] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v)
     return out.to(q_THD.dtype), lse
 
 
 def attend_documents_backward(
-    grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor, inputs: tuple, **settings: object
+    grad_THD: Tensor,
+    out_THD: Tensor,
+    lse_TH: Tensor,
+    inputs: tuple,
+    *,
+    scale: float,
+    causal: bool,
+    bottom_right: bool = False,
+    offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiate as a flash kernel does: from the output and log-sum-exp that it is given.
 
@@ -60,29 +97,21 @@ def attend_documents_backward(
         out_THD: output over all keys.
         lse_TH: log-sum-exp over all keys.
         inputs: q, k, v, cu_seqlens_q, cu_seqlens_k.
-        settings: ``scale`` and ``causal``.
+        scale: as in `attend_documents`, and so the others.
     """
     q_THD, k_UGD, v_UGD, cu_seqlens_q, cu_seqlens_k = inputs
-    scale, causal = settings["scale"], settings["causal"]
     copies = q_THD.shape[1] // k_UGD.shape[1]
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q_THD, k_UGD, v_UGD))
-    q_borders, k_borders = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for a, b, c, d in zip(q_borders, q_borders[1:], k_borders, k_borders[1:], strict=False):
-        if a == b:
-            continue
-        q, grad, out = (x[a:b].float() for x in (q_THD, grad_THD, out_THD))
-        k = k_UGD[c:d].float().repeat_interleave(copies, 1)
-        v = v_UGD[c:d].float().repeat_interleave(copies, 1)
+    for a, c in _documents(cu_seqlens_q, cu_seqlens_k, offsets):
+        q, grad, out = (x[a].float() for x in (q_THD, grad_THD, out_THD))
+        k, v = (x[c].float().repeat_interleave(copies, 1) for x in (k_UGD, v_UGD))
         logits = torch.einsum("qhd,khd->hqk", q, k) * scale
-        weights = (logits - lse_TH[a:b].float().t()[..., None]).exp()
-        if causal:
-            hidden = torch.arange(d - c)[None] > torch.arange(b - a)[:, None]
-            weights = weights.masked_fill(hidden, 0.0)
+        hidden = _hidden(*logits.shape[1:], causal=causal, bottom_right=bottom_right)
+        weights = (logits - lse_TH[a].float().t()[..., None]).exp().masked_fill(hidden, 0.0)
         d_weights = torch.einsum("qhd,khd->hqk", grad, v)
-        d_logits = weights * (d_weights - (grad * out).sum(-1).t()[..., None])
-        dq[a:b] = torch.einsum("hqk,khd->qhd", d_logits, k) * scale
-        dk[c:d] = (
-            (torch.einsum("hqk,qhd->khd", d_logits, q) * scale).unflatten(1, (-1, copies)).sum(2)
-        )
-        dv[c:d] = torch.einsum("hqk,qhd->khd", weights, grad).unflatten(1, (-1, copies)).sum(2)
+        d_logits = weights * (d_weights - (grad * out).sum(-1).t()[..., None]) * scale
+        dq[a] = torch.einsum("hqk,khd->qhd", d_logits, k)
+        for total, part, other in ((dk, d_logits, q), (dv, weights, grad)):
+            per_copy = torch.einsum("hqk,qhd->khd", part, other)
+            total[c] = per_copy.unflatten(1, (-1, copies)).sum(2)
     return dq.to(q_THD.dtype), dk.to(k_UGD.dtype), dv.to(v_UGD.dtype)

@@ -1,5 +1,7 @@
 """Rotation: Hugging Face's values, float32 inside, explicit positions."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -12,6 +14,7 @@ from megatron_anchor.attention.rope import (
     inverse_frequencies,
     rotate,
 )
+from tests.oracle import gradients
 
 HEAD_DIM, S = 16, 600
 SCALINGS = {
@@ -153,3 +156,23 @@ def test_bad_settings_are_refused_with_the_value(kwargs, message):
 def test_bad_scalings_are_refused_with_the_value(scaling, message):
     with pytest.raises(ValueError, match=message):
         inverse_frequencies(RotarySettings(head_dim=8, scaling=scaling))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_graph_that_is_compiled_for_gpus_is_the_same_rotation(interleaved):
+    """Traced and differentiated by the compiler's front end, run without its code generator."""
+    torch.manual_seed(0)
+    compiled = torch.compile(rotate, dynamic=True, backend="aot_eager")
+    for tokens, dtype in ((9, torch.float32), (14, torch.bfloat16)):
+        tables = our_rotation({}, torch.arange(tokens), fraction=0.5)
+        q, upstream = torch.randn(2, tokens, 3, HEAD_DIM)
+        (ours, (ours_grad,)), (eager, (eager_grad,)) = (
+            gradients(partial(rotation, tables, interleaved), [q.to(dtype)], upstream)
+            for rotation in (partial(apply_rotation, f) for f in (compiled, rotate))
+        )
+        assert torch.equal(ours, eager)
+        assert torch.equal(ours_grad, eager_grad)
+
+
+def apply_rotation(function, tables, interleaved, x):
+    return function(x, *tables, interleaved=interleaved)
