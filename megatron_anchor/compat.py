@@ -123,9 +123,14 @@ def quiet_expected_warnings() -> None:
 
 def quiet_imports_without_gpu() -> None:
     """Silence what Megatron and torch say on import where nothing needs a GPU, as in data tools."""
-    for text in ("Transformer Engine and Apex are not installed", "Could not determine rank"):
+    for text in (
+        "Transformer Engine and Apex are not installed",
+        "Apex is not installed",
+        "Only transformer-engine>=",
+        "Could not determine rank from torch.distributed",
+    ):
         warnings.filterwarnings("ignore", message=text)
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_Without("No CUDA runtime"))
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_Without("No CUDA runtime is found"))
 
 
 class _Without(logging.Filter):

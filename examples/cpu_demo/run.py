@@ -30,7 +30,7 @@ from documents import write_documents
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 MARK = ".megatron_anchor_demo"
-VOCAB, ITERATIONS, STOP_AT = 4096, 12, 8
+VOCAB, ITERATIONS, STOP_AT = 4096, 10, 6
 TP_PP = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
 TP_CP = ["--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
 

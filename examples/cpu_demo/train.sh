@@ -16,7 +16,7 @@ model=(
     --seq-length 8192 --max-position-embeddings 8192
 )
 training=(
-    --micro-batch-size 1 --global-batch-size 1 --train-iters 12 --lr 2e-3 --min-lr 2e-4
+    --micro-batch-size 1 --global-batch-size 1 --train-iters 10 --lr 2e-3 --min-lr 2e-4
     --lr-decay-style cosine --lr-warmup-iters 2 --adam-beta2 0.95 --weight-decay 0.1
     --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0 --seed 1234
     --calculate-per-token-loss --use-distributed-optimizer

@@ -4,9 +4,10 @@ import atexit
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from megatron_anchor.compat import quiet_imports_without_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,23 +31,6 @@ def _shared_generator_is_fine(record: logging.LogRecord) -> bool:
 
 def _quiet_rng_warning() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_shared_generator_is_fine)
-
-
-GPU_LIBRARIES_MISSING = (
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "Only transformer-engine>=",
-)
-
-
-def _has_no_cuda_runtime(record: logging.LogRecord) -> bool:
-    return "No CUDA runtime is found" not in record.getMessage()
-
-
-def _quiet_import_warnings() -> None:
-    for message in GPU_LIBRARIES_MISSING:
-        warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_has_no_cuda_runtime)
 
 
 def _close_groups() -> None:
@@ -75,7 +59,7 @@ SETTINGS = (
     ),
     Setting(
         name="no 'Apex is not installed', 'No CUDA runtime is found' and their like",
-        apply=_quiet_import_warnings,
+        apply=quiet_imports_without_gpu,
         reason="libraries for GPUs: nothing is missing here, and every rank says it ten times",
     ),
     Setting(
