@@ -61,10 +61,13 @@ def hugging_face_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.f
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **differences})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    output = "embed_tokens" if config.tie_word_embeddings else "lm_head"  # logits below 1
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            norm = "norm" in parameter_name
-            parameter.normal_(1.0 if norm else 0.0, 0.1 if norm else 0.25)
+            if "norm" in parameter_name:
+                parameter.normal_(1.0, 0.1)
+            else:
+                parameter.normal_(0.0, 0.05 if output in parameter_name else 0.25)
     return model.to(dtype).eval()
 
 

@@ -59,6 +59,7 @@ def transformer_config(model: Model, *, dtype: torch.dtype) -> Any:
 
     tp = mpu.get_tensor_model_parallel_world_size()
     pp = mpu.get_pipeline_model_parallel_world_size()
+    vpp = mpu.get_virtual_pipeline_model_parallel_world_size()
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -84,8 +85,10 @@ def transformer_config(model: Model, *, dtype: torch.dtype) -> Any:
         fp16=dtype is torch.float16,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=mpu.get_virtual_pipeline_model_parallel_world_size(),
-        batch_p2p_comm=True,
+        virtual_pipeline_model_parallel_size=vpp,
+        # As Megatron's own arguments set them for an interleaved pipeline.
+        overlap_p2p_comm=vpp is not None,
+        batch_p2p_comm=vpp is None,
     )
 
 
