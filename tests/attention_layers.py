@@ -13,7 +13,15 @@ class Alone:
         return 1
 
 
-def attention_layer(*, heads: int, head_dim: int, backend: str, group: Any = None, **bound: Any):
+def attention_layer(
+    *,
+    heads: int,
+    head_dim: int,
+    backend: str,
+    group: Any = None,
+    config_values: dict[str, Any] | None = None,
+    **bound: Any,
+):
     """Build the module of one layer.
 
     Args:
@@ -21,6 +29,7 @@ def attention_layer(*, heads: int, head_dim: int, backend: str, group: Any = Non
         head_dim: dimensions of a head.
         backend: name of the kernel.
         group: context-parallel group, None for one rank.
+        config_values: what to change in Megatron's config afterwards.
         bound: more of what the layer spec binds; ``rotary`` is made from ``head_dim`` without it.
     """
     from megatron.core.transformer import TransformerConfig
@@ -32,7 +41,8 @@ def attention_layer(*, heads: int, head_dim: int, backend: str, group: Any = Non
     config = TransformerConfig(
         num_layers=1, hidden_size=head_dim * heads, num_attention_heads=heads
     )
-    config.attention_dropout = 0.0
+    for name, value in {"attention_dropout": 0.0, **(config_values or {})}.items():
+        setattr(config, name, value)
     return AnchorCoreAttention(
         config,
         1,

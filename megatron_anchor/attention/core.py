@@ -69,6 +69,12 @@ class AnchorCoreAttention(MegatronModule):
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"packed documents need a causal mask, got {attn_mask_type}")
         assert attention_type == "self", attention_type
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"TransformerConfig.{name}: no kernel does FP8 attention over packed "
+                    "documents; set it to False (the linear layers stay in FP8)"
+                )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "hcp"])
         self.layer_number = max(1, layer_number)

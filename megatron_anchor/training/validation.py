@@ -226,12 +226,6 @@ def _host_features(args: Namespace) -> Iterator[str]:
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "
             "pip install 'megatron-anchor[te]', or use --transformer-impl local"
         )
-    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
-        if getattr(args, name, False):
-            yield (
-                f"--{name.replace('_', '-')}: no kernel does FP8 attention over packed documents; "
-                "leave it out (the linear layers stay in FP8)"
-            )
     if args.fp8 and args.transformer_impl != "transformer_engine":
         yield f"--fp8-format {args.fp8}: only --transformer-impl transformer_engine has FP8 layers"
     if getattr(args, "softmax_type", "vanilla") != "vanilla":
