@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
-from typing import NoReturn
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 PROGRAM_START = time.time()
 SECONDS_FOR_THE_REASON = 60
@@ -20,7 +23,7 @@ from megatron_anchor import compat  # noqa: E402
 def main() -> None:
     """Parse, refuse what cannot run, and hand over to Megatron's own training loop.
 
-    Exits with status 2 and the reasons on rank 0 when the arguments cannot run.
+    Exits with status 2 and the reasons on rank 0 when the arguments or the data cannot be used.
     """
     compat.require_supported_megatron()
     if not compat.have_cuda():
@@ -46,18 +49,35 @@ def main() -> None:
     except ValueError as error:
         _end_with(f"error: {error}")
     container = pretrain_cfg_container_from_args(args, model_config(args))
-    pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    datasets = _ending_for_users(datasets_provider)
+    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+def _ending_for_users(provider: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what this package finds wrong with the data end the launch; other errors are bugs."""
+
+    @functools.wraps(provider)
+    def provide(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return provider(*args, **kwargs)
+        except (ValueError, OSError) as error:
+            *_, raised_by = traceback.walk_tb(error.__traceback__)
+            if raised_by[0].f_globals["__name__"].startswith("megatron_anchor."):
+                _end_with(f"error: {error}")
+            raise
+
+    return provide
 
 
 def _end_with(message: str) -> NoReturn:
-    """End a launch for the user's arguments: the reasons once a node, without tracebacks.
+    """End a launch for the user's arguments or data: the reasons once a node, no tracebacks.
 
-    torchrun kills all ranks when the first one ends, so the others wait for the one that speaks.
+    torchrun kills all ranks when the first one ends, so the others wait for the one that speaks,
+    and speak themselves if it does not.
     """
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        print(message, file=sys.stderr, flush=True)
-    else:
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         time.sleep(SECONDS_FOR_THE_REASON)
+    print(message, file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

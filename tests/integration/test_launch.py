@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from megatron_anchor.packing.patterns import check_attention_pattern
+from megatron_anchor.pretrain_gpt import _ending_for_users
 from tests.distributed.pretraining import MODEL, TRAINING, write_corpus
 
 
@@ -35,7 +38,8 @@ def test_torchrun_trains_and_logs_what_packing_did(corpus, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for part in ("iteration        2/       2", "documents per sample:", "attention work:"):
         assert part in done.stdout
-    assert "attention pattern anchor, kernel sdpa" in done.stdout
+    for part in ("> attention pattern anchor, RoPE base", "> attention kernel: sdpa"):
+        assert part in done.stdout
     for frightening in ("DEPRECATED", "Apex", "No CUDA runtime"):
         assert frightening not in done.stdout + done.stderr
 
@@ -48,7 +52,22 @@ def test_bad_arguments_end_with_the_reason_and_no_traceback(corpus):
     assert "pretrain_gpt.py" not in done.stderr, "a traceback from our code"
 
 
-def test_missing_corpus_ends_with_its_name(tmp_path):
+def test_missing_corpus_ends_with_its_name_and_no_traceback(tmp_path):
     done = launch(f"--data-path {tmp_path}/nowhere --train-iters 2")
     assert done.returncode != 0
-    assert f"{tmp_path}/nowhere" in done.stderr + done.stdout
+    assert re.search(f"^error: .*{tmp_path}/nowhere", done.stderr, re.M)
+    assert "pretrain_gpt.py" not in done.stderr, "a traceback from our code"
+
+
+def test_only_errors_of_this_package_end_without_traceback(capsys):
+    def ours():
+        check_attention_pattern("anchr")
+
+    def foreign():
+        int("x")
+
+    with pytest.raises(SystemExit, match="2"):
+        _ending_for_users(ours)()
+    assert "error: unknown attention pattern 'anchr'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="invalid literal"):
+        _ending_for_users(foreign)()
