@@ -1,0 +1,178 @@
+"""Document lengths for the GPU benchmarks, and the files that their tables are written to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SLIMPAJAMA_MEAN = 23_918_118_724 / 5_489_000 / 4
+"""Tokens of a document: bytes over documents of SlimPajama-6B's training split (dataset card of
+DKYoon/SlimPajama-6B on Hugging Face), at 4 bytes a token. 1089."""
+
+SLIMPAJAMA_SIGMA = 1.2
+"""Spread of the log-normal law that we lay through that mean: our assumption, no published figure.
+One document in a hundred is then longer than 8 500 tokens."""
+
+LONG_SHARE = 0.5
+"""Share of tokens from documents of 32 K and more in the `long` table. Up-sampled mixtures for
+context extension are of this kind (arXiv 2402.10171, 2411.13476); the share is our assumption."""
+
+DRAWS = 21
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A source of document lengths."""
+
+    name: str
+    lengths: np.ndarray
+    """Tokens of each document, to be drawn from."""
+
+    def pack(self, seq_length: int) -> list[int]:
+        """Draw samples and give the one of median attention work."""
+        samples = [self._draw(seq_length, seed) for seed in range(DRAWS)]
+        return sorted(samples, key=lambda lengths: sum(n * n for n in lengths))[DRAWS // 2]
+
+    def _draw(self, seq_length: int, seed: int) -> list[int]:
+        """Draw documents until a sample is full; the last is cut, each has one anchor more."""
+        generator, left = np.random.default_rng(seed), seq_length
+        lengths: list[int] = []
+        while left:
+            lengths.append(min(int(generator.choice(self.lengths)) + 1, left))
+            left -= lengths[-1]
+        return lengths
+
+
+def slimpajama_like(count: int = 100_000) -> Lengths:
+    """Lengths with SlimPajama's mean."""
+    mu = np.log(SLIMPAJAMA_MEAN) - SLIMPAJAMA_SIGMA**2 / 2
+    drawn = np.random.default_rng(1).lognormal(mu, SLIMPAJAMA_SIGMA, count)
+    return Lengths("slimpajama-like", np.maximum(drawn.astype(np.int64), 1))
+
+
+def long_documents(count: int = 100_000) -> Lengths:
+    """The same with documents of 32 K to 128 K tokens mixed in."""
+    short = slimpajama_like(count).lengths
+    long = np.random.default_rng(2).integers(32_768, 131_072, count)
+    share = LONG_SHARE * short.mean() / (LONG_SHARE * short.mean() + (1 - LONG_SHARE) * long.mean())
+    is_long = np.random.default_rng(3).random(count) < share
+    return Lengths("long-upsampled", np.where(is_long, long, short))
+
+
+def from_corpus(prefix: str) -> Lengths:
+    """Lengths of a real corpus in Megatron's .bin/.idx form."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(prefix)
+    return Lengths(
+        Path(prefix).name,
+        np.add.reduceat(dataset.sequence_lengths, dataset.document_indices[:-1], dtype=np.int64),
+    )
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what both benchmarks take."""
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it runs")
+    parser.add_argument("--seq-lengths", type=int, nargs="+")
+    parser.add_argument("--backends", nargs="+", help="default: all that can serve here")
+    parser.add_argument("--corpus", help="prefix of a .bin/.idx corpus whose lengths to use, too")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no case after so long")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
+
+
+def machine() -> dict[str, str]:
+    """Say what the figures were measured on."""
+    from megatron_anchor.attention.backends import this_hardware
+
+    hardware = this_hardware()
+    on_gpu = hardware.capability is not None
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",
+        "capability": hardware.name,
+        "torch": torch.__version__,
+        **hardware.packages,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Lay rows out as a Markdown table; numbers keep four digits."""
+    columns = list(rows[0])
+    cells = [[_text(row.get(column)) for column in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    lines = [columns, ["-" * width for width in widths], *cells]
+    return "\n".join(
+        "| " + " | ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write(output: Path, rows: list[dict[str, Any]], *, title: str, value: str, label: str) -> None:
+    """Write the rows as JSON and Markdown, and one of their columns as a picture.
+
+    Args:
+        output: path without suffix.
+        rows: dictionaries with ``tokens``, ``lengths``, ``pattern`` and ``kernel``.
+        title: heading.
+        value: column to draw against ``tokens``.
+        label: of that column, with its unit.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    where = machine()
+    content = {"title": title, "machine": where, "rows": rows}
+    output.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    about = "\n".join(f"- {key}: {text}" for key, text in where.items())
+    output.with_suffix(".md").write_text(f"# {title}\n\n{about}\n\n{table(rows)}\n")
+    try:
+        draw(output.with_suffix(".png"), rows, title=title, value=value, label=label)
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install matplotlib)")
+
+
+def draw(path: Path, rows: list[dict[str, Any]], *, title: str, value: str, label: str) -> None:
+    """Draw one line a kernel and pattern, one panel a table of lengths."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys(row["lengths"] for row in rows if row["pattern"] != "full"))
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, axes in zip(
+        panels, figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], strict=True
+    ):
+        for number, kernel in enumerate(kernels):
+            for pattern, style in (("full", "--"), ("anchor", "-")):
+                points = [
+                    (row["tokens"], row[value])
+                    for row in rows
+                    if (row["kernel"], row["pattern"]) == (kernel, pattern)
+                    and (pattern == "full" or row["lengths"] == panel)
+                    and row.get(value) is not None
+                ]
+                if points:
+                    name = f"{kernel}, {pattern}"
+                    x_y = zip(*points, strict=True)
+                    axes.plot(*x_y, style, marker="o", color=f"C{number}", label=name)
+        ticks = sorted({row["tokens"] for row in rows})
+        axes.set(title=panel, xlabel="tokens of a sample", ylabel=label, xscale="log")
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(ticks, [f"{t // 1024}K" if t >= 1024 else str(t) for t in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
