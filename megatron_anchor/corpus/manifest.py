@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.id_arrays import map_ids
 
 FORMAT = "megatron_anchor corpus 1"
 
@@ -88,11 +89,12 @@ def read_domains(prefix: str | Path) -> tuple[list[str], np.ndarray] | None:
     manifest = read_manifest(prefix)
     if manifest is None or not domains_path(prefix).exists():
         return None
-    ids = np.load(domains_path(prefix), mmap_mode="r", allow_pickle=False)
+    remedy = "write the corpus again with tools/preprocess_data.py"
+    ids = map_ids(domains_path(prefix), what="the file of domains", remedy=remedy)
     if len(ids) != manifest.documents:
         raise CorpusError(
             f"{domains_path(prefix)} has {len(ids)} entries, the manifest {manifest.documents} "
-            "documents: the files do not belong together"
+            f"documents: the files do not belong together; {remedy}"
         )
     return [domain.name for domain in manifest.domains], ids
 

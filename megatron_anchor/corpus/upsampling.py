@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.id_arrays import map_ids, require_below
 from megatron_anchor.corpus.indexed import IndexedCorpus, idx_path
 from megatron_anchor.corpus.manifest import read_domains
 
@@ -204,26 +205,49 @@ def make_document_list(
 
 
 def read_document_list(path: str | Path, prefix: str | Path) -> np.ndarray:
-    """The ids of a list, int64 (mapped); `CorpusError` where it was not made for `prefix`."""
-    path = Path(path)
-    try:
-        described = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"--document-list {path} cannot be read: {error}") from error
-    if described.get("format") != FORMAT or ids.dtype != np.int64 or ids.ndim != 1:
-        raise CorpusError(f"--document-list {path} is no list of document ids ({FORMAT})")
-    if described["index_sha256"] != _sha256(idx_path(prefix)):
-        raise CorpusError(
-            f"--document-list {path} was made for {described['corpus']}, whose index differs from "
-            f"that of {prefix}; make the list anew with tools/upsample_long_documents.py"
-        )
+    """The ids of a list, integers (mapped).
+
+    A list that was saved by hand has no `.json` beside it that says what corpus it is for.
+
+    Raises:
+        CorpusError: it is no list of documents, is empty, or was made for another corpus.
+    """
+    path, what = Path(path), "--document-list"
+    ids = map_ids(path, what=what, remedy=_ANEW)
+    if not len(ids):
+        raise CorpusError(f"{what} {path} is empty; {_ANEW}")
+    beside = path.with_suffix(".json")
+    if beside.exists():
+        _require_made_for(prefix, beside, what=f"{what} {path}", documents=len(ids))
     documents = len(IndexedCorpus.open(prefix))
-    if len(ids) != described["documents"] or (
-        len(ids) and not (ids.min() >= 0 and ids.max() < documents)
-    ):
-        raise CorpusError(f"--document-list {path} is damaged; make it anew")
+    require_below(ids, documents, what=f"{what} {path}", of="document", remedy=_ANEW)
     return ids
+
+
+def _require_made_for(prefix: str | Path, beside: Path, *, what: str, documents: int) -> None:
+    try:
+        described = json.loads(beside.read_text(encoding="utf-8"))
+        form, corpus, digest, count = (
+            described[name] for name in ("format", "corpus", "index_sha256", "documents")
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(
+            f"{what}: {beside} does not describe a list ({type(error).__name__}: {error}); {_ANEW}"
+        ) from error
+    if form != FORMAT:
+        raise CorpusError(f"{what}: {beside} has the format {form!r}, not {FORMAT!r}; {_ANEW}")
+    if digest != _sha256(idx_path(prefix)):
+        raise CorpusError(
+            f"{what} was made for {corpus}, whose index differs from that of {prefix}; {_ANEW}"
+        )
+    if count != documents:
+        raise CorpusError(
+            f"{what} holds {documents} ids, but {beside} speaks of {count}: the files do not "
+            f"belong together; {_ANEW}"
+        )
+
+
+_ANEW = "make it anew with tools/upsample_long_documents.py, or np.save integers, one a document"
 
 
 def _domains(prefix: str | Path, documents: int) -> tuple[list[str], np.ndarray]:

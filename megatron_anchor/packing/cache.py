@@ -1,13 +1,15 @@
 """Named arrays on disk: built once, written whole or not at all, memory-mapped by every process.
 
 An entry is one .npy file an array and a description, written last, that repeats what the entry
-depends on and every array's shape and type. Several processes may build one entry at once: each
-writes to names of its own and renames at the end, and all write the same.
+depends on and every array's shape, type and checksum, which every process compares. Several
+processes may build one entry at once: each writes to names of its own and renames at the end, and
+all write the same.
 """
 
 import json
 import logging
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -84,7 +86,12 @@ def load_or_build(
 
 
 def _form(array: np.ndarray) -> dict[str, Any]:
-    return {"shape": list(array.shape), "dtype": str(array.dtype)}
+    contents = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    return {
+        "shape": list(array.shape),
+        "dtype": str(array.dtype),
+        "crc32": zlib.crc32(contents) if len(contents) else 0,
+    }
 
 
 def _find_damage(

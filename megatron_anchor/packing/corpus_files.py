@@ -8,15 +8,18 @@ megatron/core/datasets/indexed_dataset.py):
     the document table, int32 length of each sequence, int64 place of each sequence (bytes),
     int64 document table (the sequence that each document begins with, and the end)
 
-The checks read a few bytes of each file, however large it is.
+The checks read 1 MiB of each file at most, however large it is.
 """
 
 import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from megatron_anchor.packing.fingerprint import fingerprint
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -36,8 +39,8 @@ class CorpusFiles:
     num_documents: int
     num_tokens: int
     """tokens that the .idx accounts for"""
-    identity: dict[str, int]
-    """size (bytes) and time of the last change (ns) of both files: changes with their content"""
+    identity: dict[str, Any]
+    """fingerprints of both files: they change with the contents"""
     surplus_bytes: int
     """bytes of the .bin behind the last token that the .idx knows; 0 in a sound corpus"""
 
@@ -90,12 +93,7 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
         num_sequences=num_sequences,
         num_documents=num_entries - 1,
         num_tokens=end // dtype.itemsize,
-        identity={
-            "bin_size": bin_stat.st_size,
-            "bin_changed_ns": bin_stat.st_mtime_ns,
-            "idx_size": idx_stat.st_size,
-            "idx_changed_ns": idx_stat.st_mtime_ns,
-        },
+        identity={"bin": fingerprint(binary), "idx": fingerprint(idx)},
         surplus_bytes=bin_stat.st_size - end,
     )
 

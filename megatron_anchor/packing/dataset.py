@@ -38,6 +38,7 @@ from megatron_anchor.packing.corpus_files import inspect_corpus
 from megatron_anchor.packing.documents import Documents
 from megatron_anchor.packing.domains import NO_TAGS, DomainTags, open_tags, tag_tokenizer
 from megatron_anchor.packing.epochs import PlanFigures, SamplePlan, plan_samples
+from megatron_anchor.packing.fingerprint import fingerprint
 from megatron_anchor.packing.index import Pieces, concatenated_pieces
 from megatron_anchor.packing.interleave import interleave
 from megatron_anchor.packing.layout import lay_out
@@ -99,6 +100,12 @@ class PackedDataset(MegatronDataset):
         self._plan = self._load_plan()
         self._num_samples = len(self._plan["shuffle_index"])
         if self._num_samples == 0 and num_samples != 0:
+            if self._document_list is not None:
+                raise ValueError(
+                    f"--document-list {self._document_list} names no document of the training "
+                    f"split of {dataset_path} with a token behind its anchor; draw other "
+                    "documents, or give the training split a larger share with --split"
+                )
             raise ValueError(
                 f"the {index_split.name} split of the corpus {dataset_path} holds no document with "
                 f"a token ({len(indices)} documents, all empty or nothing but an anchor); give it "
@@ -313,7 +320,8 @@ class PackedDataset(MegatronDataset):
                 untagged,
                 total,
                 self.dataset_path,
-                ": it has no .domains.npy beside it (tools/preprocess_data.py --domain-key)"
+                ": beside it there is no .manifest.json with .domains.npy "
+                "(tools/preprocess_data.py --domain-key writes both)"
                 if len(head_slots) == 1
                 else "",
             )
@@ -426,13 +434,12 @@ def _describe_documents(indices: np.ndarray) -> list[int] | str:
 
 
 def _describe_file(path: str | None) -> dict[str, Any] | None:
-    """Path, size and time of the last change: other contents give another description."""
+    """Path and fingerprint: other contents give another description."""
     if path is None:
         return None
     if not os.path.isfile(path):
         raise FileNotFoundError(f"--document-list {path} not found")
-    stat = os.stat(path)
-    return {"path": path, "size": stat.st_size, "changed_ns": stat.st_mtime_ns}
+    return {"path": path, **fingerprint(path)}
 
 
 def _digest(description: Mapping[str, Any]) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_anchor.packing.fingerprint import fingerprint
+
 NO_DOMAIN = ("", "default", "unknown")
 """Names that say nothing; "default" is what the corpus tools write where no domain was given."""
 
@@ -107,9 +109,7 @@ def open_tags(
         for name in names
     ]
     path = domains_path(prefix)
-    stat = path.stat()
-    identity = {"tags": tags, "size": stat.st_size, "changed_ns": stat.st_mtime_ns}
-    return DomainTags(tags, path), identity
+    return DomainTags(tags, path), {"tags": tags, **fingerprint(path)}
 
 
 def tag_tokenizer(tokenizer: Any, *, anchor_token_id: int) -> Callable[[str], list[int]]:

@@ -117,11 +117,44 @@ def test_a_list_of_another_corpus_is_refused(tmp_path):
     ids = np.load(tmp_path / "l.npy")
     ids[0] = 10**6
     np.save(tmp_path / "l.npy", ids)
-    with pytest.raises(CorpusError, match="damaged"):
+    with pytest.raises(CorpusError, match=r"names document 1000000 \(entry 0\), expected 0 to"):
         read_document_list(tmp_path / "l.npy", prefix)
-    np.save(tmp_path / "l.npy", np.array([object()]), allow_pickle=True)
-    with pytest.raises(CorpusError, match="cannot be read"):
-        read_document_list(tmp_path / "l.npy", prefix)
+
+
+BAD_LISTS = {
+    "nothing": (b"", "is no .npy file of numbers, or is cut short"),
+    "garbage": (b"x" * 300, "is no .npy file of numbers, or is cut short"),
+    "objects": (np.array([object()]), "is no .npy file of numbers, or is cut short"),
+    "floats": (np.array([0.0, 1.0]), r"holds float64 of shape \(2,\), expected integers"),
+    "a table": (np.zeros((2, 2), int), r"holds int64 of shape \(2, 2\), expected integers"),
+    "no ids": (np.zeros(0, int), "is empty"),
+    "negative": (np.array([0, -1]), r"names document -1 \(entry 1\), expected 0 to 59"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LISTS)
+def test_what_is_no_list_of_documents_is_refused_with_the_reason(tmp_path, name):
+    contents, reason = BAD_LISTS[name]
+    path, prefix = tmp_path / "l.npy", build(tmp_path)
+    if isinstance(contents, bytes):
+        path.write_bytes(contents)
+    else:
+        np.save(path, contents, allow_pickle=True)
+    with pytest.raises(CorpusError, match=f"--document-list .*l.npy {reason}.*np.save"):
+        read_document_list(path, prefix)
+
+
+def test_a_list_saved_by_hand_needs_no_description(tmp_path):
+    np.save(tmp_path / "l.npy", np.array([5, 0, 5], dtype=np.int32))
+    assert read_document_list(tmp_path / "l.npy", build(tmp_path)).tolist() == [5, 0, 5]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "x"}'])
+def test_a_damaged_description_is_refused(tmp_path, text):
+    np.save(tmp_path / "l.npy", np.array([0]))
+    (tmp_path / "l.json").write_text(text)
+    with pytest.raises(CorpusError, match=r"l\.json does not describe a list"):
+        read_document_list(tmp_path / "l.npy", build(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=", "=1", "a=x", "a=-1", "a=inf", "a=nan", "a=0"])

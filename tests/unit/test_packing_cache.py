@@ -110,11 +110,22 @@ def test_another_corpus_at_the_same_path_is_noticed(prefix: str, builds: list[in
     times = [os.stat(f"{prefix}{suffix}").st_mtime_ns for suffix in (".bin", ".idx")]
     write_corpus(prefix, changed)  # same sizes
     for suffix, time in zip((".bin", ".idx"), times, strict=True):
-        os.utime(f"{prefix}{suffix}", ns=(time + 10**6, time + 10**6))
+        os.utime(f"{prefix}{suffix}", ns=(time, time))
     after = contents(build_train(prefix))
     assert len(builds) == 2
     assert [s["num_documents"] for s in before] == [s["num_documents"] for s in after]
     assert before != after
+
+
+def test_a_copy_of_the_corpus_with_other_times_shares_the_index(
+    prefix: str, builds: list[int]
+) -> None:
+    """As on nodes that hold copies of the corpus, and share the cache."""
+    before = contents(build_train(prefix))
+    for suffix in (".bin", ".idx"):
+        os.utime(f"{prefix}{suffix}", ns=(1, 1))
+    assert contents(build_train(prefix)) == before
+    assert len(builds) == 1
 
 
 def truncate(path: Path) -> None:
@@ -133,11 +144,18 @@ def retype(path: Path) -> None:
     np.save(path, np.load(path).astype(np.float64))
 
 
+def flip_last_bit(path: Path) -> None:
+    """Same shape and type, another number."""
+    contents = bytearray(path.read_bytes())
+    contents[-1] ^= 1
+    path.write_bytes(contents)
+
+
 def scribble(path: Path) -> None:
     path.write_bytes(b"{" + path.read_bytes())
 
 
-DAMAGES = [truncate, empty, reshape, retype, scribble, Path.unlink]
+DAMAGES = [truncate, empty, reshape, retype, flip_last_bit, scribble, Path.unlink]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
