@@ -21,8 +21,9 @@ FA3 = {"flash-attn-3": "3.0.0"}
 FA4 = {"flash-attn-4": "4.0.0b24"}
 
 
-def request(capability=H100, packages=None, *, torch_varlen=True, **kwargs):
-    hardware = Hardware(capability=capability, packages=packages or {}, torch_varlen=torch_varlen)
+def request(capability=H100, packages=None, **kwargs):
+    machine = {k: kwargs.pop(k) for k in ("torch_varlen", "te_is_deterministic") if k in kwargs}
+    hardware = Hardware(capability=capability, packages=packages or {}, **machine)
     return AttentionRequest(
         **{
             "head_dim": 128,
@@ -49,6 +50,8 @@ def te_cp(*kinds, size=4, alignment=None, **kwargs):
 SERVED = {
     "te": [
         request(H100, TE),
+        request(H100, TE, head_dim=256, te_is_deterministic=False),
+        request(B200, TE | FA2, head_dim=256),
         request(B200, TE, deterministic=True),
         request(H100, TE | FA2, deterministic=True),
         request(A100, TE | FA2),
@@ -158,6 +161,14 @@ REFUSED = [
         r"--cp-comm-type a2a\+p2p shares .* over 16 ranks",
     ),
     ("te", request(H100, TE, **te_cp("p2p", dropout=0.1)), "--attention-dropout 0.1 under"),
+    ("te", request(B200, TE, head_dim=192), "on sm100 .* up to 128 .* got 192 .* S x S"),
+    ("te", request(H100, TE, head_dim=264), "on sm90 .* up to 256 .* got 264"),
+    ("te", request(H100, TE, head_dim=100), "multiples of 8, got 100"),
+    (
+        "te",
+        request(B200, TE, deterministic=True, te_is_deterministic=False),
+        "export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+    ),
     ("te", request(A100, TE), "on sm80 Transformer Engine has no fused kernel .* flash-attn"),
     ("te", request(A100, TE | FA3), "on sm80 Transformer Engine has no fused kernel"),
     ("te", request(A100, TE | FA2, preferred="fused"), "leave out --attention-backend fused"),

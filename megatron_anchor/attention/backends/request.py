@@ -34,6 +34,8 @@ class Hardware:
     """Version of each of `PACKAGES` that is installed."""
     torch_varlen: bool = True
     """Whether torch has ``torch.nn.attention.varlen``."""
+    te_is_deterministic: bool = True
+    """Whether the environment has NVTE_ALLOW_NONDETERMINISTIC_ALGO=0."""
 
     @property
     def name(self) -> str:
@@ -48,6 +50,7 @@ def this_hardware() -> Hardware:
         capability=_capability(),
         packages={name: found for name in PACKAGES if (found := _version(name))},
         torch_varlen=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
+        te_is_deterministic=os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0",
     )
 
 

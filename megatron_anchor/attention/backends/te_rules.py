@@ -102,6 +102,30 @@ def _heads(request: AttentionRequest) -> str | None:
     return None
 
 
+def _head_dim(request: AttentionRequest) -> str | None:
+    """cuDNN's kernels for training (``fused_attn.cpp``): 128, on sm90 256; flash-attn's: 256."""
+    hardware = request.hardware
+    assert hardware.capability is not None
+    wide = hardware.capability < (10, 0) or "flash-attn" in hardware.packages
+    largest = 256 if wide else 128
+    if request.head_dim > largest or request.head_dim % 8:
+        return (
+            f"on {hardware.name} its kernels are for head dimensions up to {largest} that are "
+            f"multiples of 8, got {request.head_dim} (--kv-channels), and it would build S x S "
+            "scores; use --anchor-attention-backend flex or sdpa"
+        )
+    return None
+
+
+def _environment(request: AttentionRequest) -> str | None:
+    if request.deterministic and not request.hardware.te_is_deterministic:
+        return (
+            "--deterministic-mode: Megatron stops at the first layer unless Transformer Engine is "
+            "told so in the environment, too; export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+        )
+    return None
+
+
 def _dropout(request: AttentionRequest) -> str | None:
     if request.te_context_parallel and request.dropout:
         return (
@@ -173,6 +197,8 @@ RULES: tuple[Callable[[AttentionRequest], str | None], ...] = (
     _version,
     _alignment,
     _heads,
+    _head_dim,
     _dropout,
+    _environment,
     _kernel,
 )
