@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments, make_parser
 from megatron_anchor.checkpoint.extension import BASES
-from megatron_anchor.checkpoint.families import FAMILIES
-from megatron_anchor.checkpoint.to_megatron import ARGS_FILE, TARGETS, convert_to_megatron
+from megatron_anchor.checkpoint.families import FAMILIES, LOCAL, TARGETS
+from megatron_anchor.checkpoint.to_megatron import ARGS_FILE, convert_to_megatron
 
 _EXAMPLE = f"""\
   python tools/convert_hf_to_megatron.py --hf models/Llama-2-7b --out models/llama --extend-to 65536
@@ -46,9 +46,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--target-impl",
         choices=TARGETS,
-        default="local",
-        help="--transformer-impl of the run that loads it; weights are named alike, Transformer "
-        "Engine's norms ask for (empty) states of their own",
+        default=LOCAL,
+        help="--transformer-impl of the run that loads it: Transformer Engine's separate norms ask "
+        "for (empty) states of their own, and the norm in front of experts has another name",
     )
     add(
         "--drop-sliding-window",

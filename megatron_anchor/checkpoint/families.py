@@ -2,7 +2,8 @@
 
 A rule holds for every layer (and expert) at once. Names of dimensions and conditions are fields
 and properties of `Model`. Megatron's names are those of its ``torch_dist`` checkpoints, where all
-layers of a kind form one tensor; ``alias`` is the name under which another layer spec stores it.
+layers of a kind form one tensor; ``engine`` is the name that Transformer Engine's layer spec gives
+it, where that differs, and ``alias`` one more under which it may be found.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from megatron_anchor.checkpoint.row_maps import (
 )
 
 LAYER, EXPERT = "{layer}", "{expert}"
+LOCAL, ENGINE = TARGETS = ("local", "transformer_engine")
+"""Megatron's layer specs, by --transformer-impl."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,26 @@ class Rule:
     when: str | None = None
     """Property of `Model`; None: always."""
     alias: str | None = None
+    engine: str | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes in front of the rows, by which the tensor is stacked: layers, experts."""
-        return tuple(axis for axis in (LAYER, EXPERT) if axis in self.megatron)
+        return axes_of(self.megatron)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Names of the stacked tensor in a ``torch_dist`` checkpoint, the usual one first."""
-        return tuple(stacked(name) for name in (self.megatron, self.alias) if name)
+        return tuple(stacked(name) for name in self.forms)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The same with placeholders for layer and expert."""
+        return tuple(name for name in (self.megatron, self.engine, self.alias) if name)
+
+    def key(self, target: str) -> str:
+        """Name of the stacked tensor that a layer spec asks for."""
+        return stacked(self.engine if target == ENGINE and self.engine else self.megatron)
 
     def names(self, indices: Mapping[str, int]) -> tuple[str, ...]:
         """Hugging Face's names for one layer (and expert)."""
@@ -68,14 +81,30 @@ class Rule:
 
     def indices(self, model: Model) -> list[dict[str, int]]:
         """Every combination of layer and expert, in the order of the stacked tensor."""
-        found: list[dict[str, int]] = [{}]
-        for axis, size in zip(self.axes, self.stack(model), strict=True):
-            found = [{**entry, axis: i} for entry in found for i in range(size)]
-        return found
+        return indices_of(self.megatron, model)
 
     def stack(self, model: Model) -> tuple[int, ...]:
         """Sizes of the axes in front of the rows."""
-        return tuple({LAYER: model.layers, EXPERT: model.experts}[axis] for axis in self.axes)
+        return stack_of(self.megatron, model)
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """Placeholders of a name, layers first."""
+    return tuple(axis for axis in (LAYER, EXPERT) if axis in name)
+
+
+def stack_of(name: str, model: Model) -> tuple[int, ...]:
+    """How many layers (and experts) a name stands for."""
+    sizes = {LAYER: model.layers, EXPERT: model.experts}
+    return tuple(sizes[axis] for axis in axes_of(name))
+
+
+def indices_of(name: str, model: Model) -> list[dict[str, int]]:
+    """Give every combination of layer and expert that a name stands for."""
+    found: list[dict[str, int]] = [{}]
+    for axis, size in zip(axes_of(name), stack_of(name, model), strict=True):
+        found = [{**entry, axis: i} for entry in found for i in range(size)]
+    return found
 
 
 def stacked(name: str) -> str:
@@ -167,8 +196,47 @@ DENSE_MLP = (
     Rule(f"{M}.mlp.linear_fc2.bias", (), Zeros("hidden"), when="no_mlp_bias"),
 )
 
-LINEAR_LAYERS = ("self_attention.linear_proj", "self_attention.linear_qkv")
-DENSE_LINEAR_LAYERS = ("mlp.linear_fc1", "mlp.linear_fc2")
+
+def _moe(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Rules of a mixture of experts, which Hugging Face's families name differently."""
+    experts = f"{M}.mlp.experts.experts.{EXPERT}"
+    return (
+        Rule(
+            f"{M}.mlp.linear_fc1.layer_norm_weight",
+            (f"{H}.post_attention_layernorm.weight",),
+            Stack(["hidden"]),
+            engine=f"{M}.pre_mlp_layernorm.weight",
+        ),
+        Rule(f"{M}.mlp.router.weight", (f"{H}.{router}.weight",), Stack(["experts"]), "hidden"),
+        Rule(
+            f"{experts}.linear_fc1.weight",
+            (f"{H}.{gate}.weight", f"{H}.{up}.weight"),
+            Stack(["ffn", "ffn"]),
+            "hidden",
+        ),
+        Rule(f"{experts}.linear_fc2.weight", (f"{H}.{down}.weight",), Stack(["hidden"]), "ffn"),
+    )
+
+
+MIXTRAL_MLP = _moe(
+    "block_sparse_moe.gate",
+    *(f"block_sparse_moe.experts.{EXPERT}.{name}" for name in ("w1", "w3", "w2")),
+)
+QWEN3_MLP = _moe(
+    "mlp.gate",
+    *(f"mlp.experts.{EXPERT}.{name}_proj" for name in ("gate", "up", "down")),
+)
+
+ATTENTION_LAYERS = (f"{M}.self_attention.linear_proj", f"{M}.self_attention.linear_qkv")
+DENSE_LAYERS = (*ATTENTION_LAYERS, f"{M}.mlp.linear_fc1", f"{M}.mlp.linear_fc2")
+MOE_LAYERS = (
+    *ATTENTION_LAYERS,
+    f"{M}.mlp.experts.experts.{EXPERT}.linear_fc1",
+    f"{M}.mlp.experts.experts.{EXPERT}.linear_fc2",
+)
+FINAL_NORM = "decoder.final_layernorm"
+HEAD_NORMS = (f"{M}.self_attention.q_layernorm", f"{M}.self_attention.k_layernorm")
+MLP_NORM = f"{M}.pre_mlp_layernorm"
 
 
 @dataclass(frozen=True)
@@ -176,13 +244,14 @@ class Family:
     """A Hugging Face architecture."""
 
     rules: tuple[Rule, ...]
-    linear_layers: tuple[str, ...]
-    """Megatron's linear layers, each of which asks a checkpoint for an (empty) extra state."""
     model_type: str
+    linear_layers: tuple[str, ...] = DENSE_LAYERS
+    """Megatron's linear layers, each of which asks a checkpoint for an (empty) extra state."""
+    separate_norms: tuple[str, ...] = (FINAL_NORM,)
+    """Norms that Transformer Engine does not fuse into a linear layer; these ask for one too."""
     biases: Callable[[Mapping[str, Any]], Mapping[str, bool]] = lambda config: {}
     """Which biases a config.json asks for, as fields of `Model`."""
     qk_norm: bool = False
-    note: str = ""
 
 
 def _llama_biases(config: Mapping[str, Any]) -> dict[str, bool]:
@@ -201,18 +270,29 @@ def _qwen3_biases(config: Mapping[str, Any]) -> dict[str, bool]:
 
 DENSE = OUTER + ATTENTION + DENSE_MLP
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        DENSE, LINEAR_LAYERS + DENSE_LINEAR_LAYERS, "llama", biases=_llama_biases
-    ),
-    "MistralForCausalLM": Family(DENSE, LINEAR_LAYERS + DENSE_LINEAR_LAYERS, "mistral"),
-    "Qwen2ForCausalLM": Family(
-        DENSE,
-        LINEAR_LAYERS + DENSE_LINEAR_LAYERS,
-        "qwen2",
-        biases=lambda config: {"qkv_bias": True},
-    ),
+    "LlamaForCausalLM": Family(DENSE, "llama", biases=_llama_biases),
+    "MistralForCausalLM": Family(DENSE, "mistral"),
+    "Qwen2ForCausalLM": Family(DENSE, "qwen2", biases=lambda config: {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(
-        DENSE, LINEAR_LAYERS + DENSE_LINEAR_LAYERS, "qwen3", biases=_qwen3_biases, qk_norm=True
+        DENSE,
+        "qwen3",
+        separate_norms=(FINAL_NORM, *HEAD_NORMS),
+        biases=_qwen3_biases,
+        qk_norm=True,
+    ),
+    "MixtralForCausalLM": Family(
+        OUTER + ATTENTION + MIXTRAL_MLP,
+        "mixtral",
+        MOE_LAYERS,
+        (FINAL_NORM, MLP_NORM),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        OUTER + ATTENTION + QWEN3_MLP,
+        "qwen3_moe",
+        MOE_LAYERS,
+        (FINAL_NORM, MLP_NORM, *HEAD_NORMS),
+        biases=_qwen3_biases,
+        qk_norm=True,
     ),
 }
 

@@ -61,12 +61,13 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
         if not isinstance(config.get(key), int) or config[key] < 1:
             raise CheckpointError(f"config.json: {key} is {config.get(key)!r}, expected an int > 0")
     heads = config["num_attention_heads"]
+    experts = _experts(config)
     theta, scaling = rope_of(config)
     model = Model(
         family=name,
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
-        ffn=config["intermediate_size"],
+        ffn=config["moe_intermediate_size" if "Qwen3Moe" in name else "intermediate_size"],
         heads=heads,
         groups=config.get("num_key_value_heads") or heads,
         head=config.get("head_dim") or config["hidden_size"] // heads,
@@ -77,10 +78,26 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
         rotary_base=theta,
         scaling=scaling,
         positions=int(config.get("max_position_embeddings") or 2048),
+        **experts,
         **family.biases(config),
     )
     _refuse_unsupported(config, model, drop_sliding_window=drop_sliding_window)
     return model
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what a mixture of experts has in addition, as fields of `Model`."""
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if not experts or "num_experts_per_tok" not in config:
+        return {}
+    # Mixtral always normalizes; Qwen3's class default is not to.
+    mixtral = architecture(config).startswith("Mixtral")
+    return {
+        "experts": experts,
+        "experts_per_token": config["num_experts_per_tok"],
+        "normalized_router": mixtral or bool(config.get("norm_topk_prob", False)),
+        "router_loss_coefficient": float(config.get("router_aux_loss_coef", 0.001)),
+    }
 
 
 def architecture(config: Mapping[str, Any]) -> str:
@@ -155,6 +172,13 @@ def _refuse_unsupported(
     )
     if partial not in (None, 1, 1.0):
         raise CheckpointError(f"config.json: partial_rotary_factor {partial} is not supported")
+    if model.experts and (model.qkv_bias or model.output_bias):
+        raise CheckpointError("config.json: attention_bias together with experts is not supported")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise CheckpointError(
+            f"config.json: mlp_only_layers {config.get('mlp_only_layers')}, decoder_sparse_step "
+            f"{config.get('decoder_sparse_step')}: only experts in every layer are supported"
+        )
     if model.heads % model.groups:
         raise CheckpointError(
             f"config.json: num_attention_heads {model.heads} is not a multiple of "
@@ -212,14 +236,34 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
         del config["head_dim"]  # not a field of Qwen2Config
     if model.family == "LlamaForCausalLM":
         config |= {"attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias}
-    elif model.family == "Qwen3ForCausalLM":
+    elif model.family.startswith("Qwen3"):
         config["attention_bias"] = model.qkv_bias
-    return config | _full_attention(model)
+    return config | _experts_entries(model) | _full_attention(model)
+
+
+def _experts_entries(model: Model) -> dict[str, Any]:
+    """Describe the experts in the words of the family."""
+    if not model.experts:
+        return {}
+    entries: dict[str, Any] = {
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": model.router_loss_coefficient,
+    }
+    if model.family == "Qwen3MoeForCausalLM":
+        entries |= {
+            "num_experts": model.experts,  # the name in transformers 4.57
+            "moe_intermediate_size": model.ffn,
+            "norm_topk_prob": model.normalized_router,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return entries
 
 
 def _full_attention(model: Model) -> dict[str, Any]:
     """Say that there is no sliding window, in the words of the family."""
-    if model.family == "MistralForCausalLM":
+    if model.family in ("MistralForCausalLM", "MixtralForCausalLM"):
         return {"sliding_window": None}  # the class' default is a window
     if model.family.startswith("Qwen"):
         return {

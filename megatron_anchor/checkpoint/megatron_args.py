@@ -38,6 +38,11 @@ FLAGS = {
     "tokenizer_type": "--tokenizer-type",
     "tokenizer_model": "--tokenizer-model",
     "anchor_token": "--anchor-token",
+    "num_experts": "--num-experts",
+    "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
+    "moe_router_topk": "--moe-router-topk",
+    "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_aux_loss_coeff": "--moe-aux-loss-coeff",
     "bf16": "--bf16",
     "fp16": "--fp16",
 }
@@ -52,7 +57,9 @@ MUST_BE = {
     "apply_layernorm_1p": False,
     "multi_latent_attention": False,
     "qk_l2_norm": False,
-    "num_experts": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
 }
 """What a run must have trained with to be one of our families."""
 
@@ -98,6 +105,11 @@ def argument_values(
         "tokenizer_type": "HuggingFaceTokenizer" if tokenizer else "NullTokenizer",
         "tokenizer_model": tokenizer,
         "anchor_token": None if anchor is None else str(anchor),
+        "num_experts": model.experts or None,
+        "moe_ffn_hidden_size": model.ffn if model.experts else None,
+        "moe_router_topk": model.experts_per_token if model.experts else None,
+        "moe_router_pre_softmax": bool(model.experts) and not model.normalized_router,
+        "moe_aux_loss_coeff": model.router_loss_coefficient if model.experts else None,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
     }
@@ -118,6 +130,8 @@ def flag_lines(values: Mapping[str, Any]) -> list[str]:
 def namespace(values: Mapping[str, Any], *, dtype: torch.dtype) -> Namespace:
     """Give the arguments that a checkpoint records, so that --use-checkpoint-args works too."""
     recorded = {k: v for k, v in values.items() if k != "disable_bias_linear"}
+    if recorded["moe_aux_loss_coeff"] is not None:
+        recorded["moe_aux_loss_coeff"] = [recorded["moe_aux_loss_coeff"]]  # as the parser has it
     return Namespace(
         **recorded,
         add_bias_linear=not values["disable_bias_linear"],
@@ -126,7 +140,6 @@ def namespace(values: Mapping[str, Any], *, dtype: torch.dtype) -> Namespace:
         rotary_percent=1.0,
         rotary_interleaved=False,
         apply_layernorm_1p=False,
-        num_experts=None,
         make_vocab_size_divisible_by=PADDED_VOCABULARY_MULTIPLE,
         params_dtype=dtype,
         tensor_model_parallel_size=1,
@@ -163,12 +176,18 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
     groups = given.get("num_query_groups") if given.get("group_query_attention") else heads
     bias = bool(given.get("add_bias_linear", True))
     qk_norm = bool(given.get("qk_layernorm", False))
+    experts = given.get("num_experts") or 0
+    frequency = given.get("moe_layer_freq", 1)
+    if experts and frequency != 1 and set(frequency) != {1}:
+        raise CheckpointError(f"moe_layer_freq {frequency}: only experts in every layer are known")
     qkv_bias = bias or bool(given.get("add_qkv_bias", False))
     return Model(
-        family=family or _family(qk_norm=qk_norm, qkv_bias=qkv_bias, bias=bias),
+        family=family or _family(qk_norm=qk_norm, qkv_bias=qkv_bias, bias=bias, experts=experts),
         layers=args.num_layers,
         hidden=args.hidden_size,
-        ffn=given.get("ffn_hidden_size") or 4 * args.hidden_size,
+        ffn=(given.get("moe_ffn_hidden_size") if experts else None)
+        or given.get("ffn_hidden_size")
+        or 4 * args.hidden_size,
         heads=heads,
         groups=groups or heads,
         head=given.get("kv_channels") or args.hidden_size // heads,
@@ -183,10 +202,22 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
         rotary_base=float(given.get("rotary_base", 10000)),
         scaling=_scaling(given),
         positions=int(given.get("max_position_embeddings") or given["seq_length"]),
+        experts=experts,
+        experts_per_token=given.get("moe_router_topk", 2) if experts else 0,
+        normalized_router=not (experts and given.get("moe_router_pre_softmax", False)),
+        router_loss_coefficient=_loss_coefficient(given) if experts else 0.0,
     )
 
 
-def _family(*, qk_norm: bool, qkv_bias: bool, bias: bool) -> str:
+def _loss_coefficient(given: Mapping[str, Any]) -> float:
+    """Megatron takes one coefficient, or a list for several kinds of balancing."""
+    value = given.get("moe_aux_loss_coeff") or 0.0
+    return float(value[0] if isinstance(value, list) else value)
+
+
+def _family(*, qk_norm: bool, qkv_bias: bool, bias: bool, experts: int) -> str:
+    if experts:
+        return "Qwen3MoeForCausalLM" if qk_norm else "MixtralForCausalLM"
     if qk_norm:
         return "Qwen3ForCausalLM"
     return "Qwen2ForCausalLM" if qkv_bias and not bias else "LlamaForCausalLM"

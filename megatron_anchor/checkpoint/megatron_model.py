@@ -60,7 +60,16 @@ def transformer_config(model: Model, *, dtype: torch.dtype) -> Any:
     tp = mpu.get_tensor_model_parallel_world_size()
     pp = mpu.get_pipeline_model_parallel_world_size()
     vpp = mpu.get_virtual_pipeline_model_parallel_world_size()
+    moe = {
+        "num_moe_experts": model.experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_router_pre_softmax": not model.normalized_router,
+        "moe_ffn_hidden_size": model.ffn,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
+    }
     return TransformerConfig(
+        **(moe if model.experts else {}),
         num_layers=model.layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.ffn,

@@ -47,7 +47,9 @@ class Model:
     experts: int = 0
     """0: dense."""
     experts_per_token: int = 0
-    router_loss_coefficient: float = 0.0
+    normalized_router: bool = True
+    """The weights of the chosen experts add up to 1."""
+    router_loss_coefficient: float = field(default=0.0, compare=False)
     padded_vocabulary: int = 0
     """Rows of Megatron's embedding; 0: the next multiple of 128."""
 
@@ -105,13 +107,3 @@ class Model:
     def no_mlp_bias(self) -> bool:
         """Only Megatron has these biases."""
         return self.linear_bias and not self.mlp_bias
-
-    @property
-    def dense(self) -> bool:
-        """No experts."""
-        return not self.experts
-
-    @property
-    def sparse(self) -> bool:
-        """A mixture of experts."""
-        return bool(self.experts)

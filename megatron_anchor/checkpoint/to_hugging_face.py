@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from megatron_anchor.checkpoint import tokenizer_files
 from megatron_anchor.checkpoint.errors import CheckpointError
-from megatron_anchor.checkpoint.families import LAYER, Rule, rules_for
+from megatron_anchor.checkpoint.families import LAYER, Rule, rules_for, stacked
 from megatron_anchor.checkpoint.hugging_face_config import (
     architecture,
     config_for,
@@ -33,7 +33,10 @@ from megatron_anchor.checkpoint.rows import AverageRows, Blocks, CastRows, Files
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint, iteration_folder
 
 EMBEDDING = "embedding.word_embeddings.weight"
-LIKE_MUST_AGREE = ("layers", "hidden", "ffn", "heads", "groups", "head", "tied", "qk_norm")
+LIKE_MUST_AGREE = (
+    *("layers", "hidden", "ffn", "heads", "groups", "head", "tied", "qk_norm"),
+    *("experts", "experts_per_token", "normalized_router"),
+)
 
 
 @dataclass(frozen=True)
@@ -224,9 +227,10 @@ def _stored_key(rule: Rule, tensors: Mapping[str, Any]) -> str | None:
 
 def _single_keys(rule: Rule, tensors: Mapping[str, Any], model: Model) -> list[str] | None:
     """Names where each layer is stored as a tensor of its own."""
-    for name in (rule.megatron, rule.alias):
-        if name and LAYER in name:
-            keys = [name.replace(LAYER, str(i)) for i in range(model.layers)]
+    for name in rule.forms:
+        if LAYER in name:
+            numbered = name.replace(LAYER, "{}")
+            keys = [stacked(numbered).format(i) for i in range(model.layers)]
             if all(key in tensors for key in keys):
                 return keys
     return None

@@ -14,7 +14,17 @@ from tqdm import tqdm
 from megatron_anchor.checkpoint import families, megatron_args, tokenizer_files
 from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.extension import extended
-from megatron_anchor.checkpoint.families import Rule, family_of, rules_for
+from megatron_anchor.checkpoint.families import (
+    ENGINE,
+    LOCAL,
+    TARGETS,
+    Rule,
+    family_of,
+    indices_of,
+    rules_for,
+    stack_of,
+    stacked,
+)
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
@@ -23,11 +33,8 @@ from megatron_anchor.checkpoint.rows import BLOCK_BYTES, Blocks, CastRows, Files
 from megatron_anchor.checkpoint.torch_dist_reader import TRACKER
 from megatron_anchor.checkpoint.torch_dist_writer import TorchDistWriter
 
-TARGETS = ("local", "transformer_engine")
 SOURCE_FOLDER = "hugging_face"
 ARGS_FILE = "megatron_args.txt"
-NORMS_WITH_STATE = ("decoder.final_layernorm",)
-QK_NORMS_WITH_STATE = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ def convert_to_megatron(
     rotary_base: float | None = None,
     positions: int | None = None,
     dtype: torch.dtype | None = None,
-    target: str = "local",
+    target: str = LOCAL,
     drop_sliding_window: bool = False,
     progress: bool = True,
 ) -> Converted:
@@ -99,7 +106,7 @@ def convert_to_megatron(
             ) as bar,
         ):
             with TorchDistWriter(folder / "release") as writer:
-                _write_model(writer, model, weights, bar)
+                _write_model(writer, model, weights, target, bar)
                 _write_objects(writer, model, target)
                 writer.add_object("common_state", _common_state(values, stored_dtype))
                 writer.finish()
@@ -197,7 +204,11 @@ def _dtype(rule: Rule, model: Model, weights: Mapping[str, Rows]) -> torch.dtype
 
 
 def _write_model(
-    writer: TorchDistWriter, model: Model, weights: Mapping[str, Rows], bar: tqdm
+    writer: TorchDistWriter,
+    model: Model,
+    weights: Mapping[str, Rows],
+    target: str,
+    bar: tqdm,
 ) -> None:
     for rule in rules_for(model):
         rows = sum(segment.rows for segment in rule.segments(model))
@@ -211,7 +222,7 @@ def _write_model(
                     bar.update(min(block.size, bar.total - bar.n))  # fillings are not counted
 
             writer.add_chunk(
-                rule.keys[0],
+                rule.key(target),
                 counted(),
                 index=tuple(indices.values()),
                 stack=rule.stack(model),
@@ -222,19 +233,12 @@ def _write_model(
 
 def _write_objects(writer: TorchDistWriter, model: Model, target: str) -> None:
     """Store the empty extra states that Megatron's layers ask for when they load."""
-    layers = list(family_of(model.family).linear_layers)
-    if target == "transformer_engine":
-        layers += QK_NORMS_WITH_STATE if model.qk_norm else ()
-        for name in NORMS_WITH_STATE:
-            writer.add_object(f"{name}._extra_state", None)
-    for name in layers:
-        for layer in range(model.layers):
-            writer.add_object(
-                f"decoder.layers.{name}._extra_state",
-                None,
-                offset=str(layer),
-                shape=str(model.layers),
-            )
+    family = family_of(model.family)
+    for name in family.linear_layers + (family.separate_norms if target == ENGINE else ()):
+        shape = ".".join(map(str, stack_of(name, model))) or "1"
+        for indices in indices_of(name, model):
+            offset = ".".join(map(str, indices.values())) or "0"
+            writer.add_object(f"{stacked(name)}._extra_state", None, offset=offset, shape=shape)
 
 
 def _common_state(values: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:

@@ -21,9 +21,14 @@ from tests.distributed.ranks import run_ranks
 
 S = 64
 LAYOUTS = {
-    1: {"TP1": (1, 1, None)},
-    2: {"TP2": (2, 1, None), "PP2": (1, 2, None), "PP2 interleaved": (1, 2, 2)},
-    4: {"TP2 PP2": (2, 2, None)},
+    1: {"TP1": (1, 1, None, 1)},
+    2: {
+        "TP2": (2, 1, None, 1),
+        "PP2": (1, 2, None, 1),
+        "PP2 interleaved": (1, 2, 2, 1),
+        "EP2": (1, 1, None, 2),
+    },
+    4: {"TP2 PP2": (2, 2, None, 1)},
 }
 TOKENS = torch.randint(131, (S,), generator=torch.Generator().manual_seed(3))
 
@@ -37,14 +42,16 @@ def logits_of_rank(layouts, folders):
     if not dist.is_initialized():
         dist.init_process_group(backend="gloo")
     found = {}
-    for layout, (tp, pp, vpp) in layouts.items():
-        mpu.initialize_model_parallel(tp, pp, vpp)
+    for layout, (tp, pp, vpp, ep) in layouts.items():
+        mpu.initialize_model_parallel(tp, pp, vpp, expert_model_parallel_size=ep)
         model_parallel_cuda_manual_seed(1)
         for name, folder in folders.items():
             model = model_of(read_config(folder / "hugging_face"))
             stages = [None] if vpp is None else list(range(vpp))
             chunks = [gpt_model(model, dtype=torch.float32, vp_stage=stage) for stage in stages]
             load_weights(chunks, folder / "release")
+            for chunk in chunks:
+                chunk.eval()
             kept = []
             get_forward_backward_func()(
                 forward_step_func=forward_step(kept),
@@ -96,7 +103,7 @@ def converted(tmp_path_factory):
 def test_logits_equal_hugging_face_under_every_layout(ranks, converted):
     folders, expected = converted
     results = run_ranks(logits_of_rank, ranks, LAYOUTS[ranks], folders)
-    for layout, (tp, _, _) in LAYOUTS[ranks].items():
+    for layout, (tp, *_) in LAYOUTS[ranks].items():
         worst = {}
         for name, logits in expected.items():
             shares = dict(r[layout, name] for r in results if (layout, name) in r)

@@ -33,6 +33,7 @@ models = st.builds(
     output_bias=st.booleans(),
     mlp_bias=st.booleans(),
     qk_norm=st.booleans(),
+    experts=st.integers(1, 3),
 )
 
 

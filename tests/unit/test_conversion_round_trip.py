@@ -189,3 +189,25 @@ def test_the_filling_of_the_vocabulary_is_zero(llama):
     assert embedding.shape[0] == 256
     assert embedding[:131].abs().sum() > 0
     assert embedding[131:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "qwen3 moe"])
+def test_the_layer_spec_of_transformer_engine_gets_its_names_and_states(name, tmp_path):
+    """Its separate norms ask for states, and the norm in front of experts has its own name."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    hugging_face_model(name).save_pretrained(tmp_path / "hf")
+    convert_to_megatron(
+        tmp_path / "hf", tmp_path / "megatron", target="transformer_engine", **QUIET
+    )
+    names = FileSystemReader(tmp_path / "megatron/release").read_metadata().state_dict_metadata
+    assert "decoder.final_layernorm._extra_state/shard_0_1" in names
+    assert ("decoder.layers.self_attention.q_layernorm._extra_state/shard_3_4" in names) == (
+        "qwen3" in name
+    )
+    assert ("decoder.layers.pre_mlp_layernorm.weight" in names) == (name != "qwen3")
+    assert ("decoder.layers.mlp.linear_fc1.layer_norm_weight" in names) == (name == "qwen3")
+    experts = "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_3.3_4.4"
+    assert (experts in names) == (name != "qwen3")
+    convert_to_hugging_face(tmp_path / "megatron", tmp_path / "back", **QUIET)
+    assert_same_bits(weights_of(tmp_path / "hf"), weights_of(tmp_path / "back"))
