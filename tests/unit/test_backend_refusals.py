@@ -204,11 +204,11 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(name, asked, reason)
 
 def test_auto_prefers_the_fastest_that_can_serve():
     names = {
-        "sdpa": [request(None, TE | FA2), request(H100, dtype=torch.float32, dropout=0.1)],
+        "sdpa": [request(None, TE | FA2), request(H100, TE, dtype=torch.float32)],
         "te": [request(H100, TE | FA3)],
         "flash": [request(H100, FA3), request(A100, TE | FA2, dropout=0.1, preferred="fused")],
         "varlen": [request(H100), request(A100, TE)],
-        "flex": [request(H100, dtype=torch.float32)],
+        "flex": [request(H100, torch_varlen=False), request(H100, deterministic=True)],
     }
     for name, requests in names.items():
         for asked in requests:

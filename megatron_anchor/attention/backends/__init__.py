@@ -20,7 +20,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_anchor.attention.backends.request import AttentionRequest, Hardware, this_hardware
+from megatron_anchor.attention.backends.request import (
+    HALF,
+    AttentionRequest,
+    Hardware,
+    this_hardware,
+)
 from megatron_anchor.attention.packed import AnchorPackedSeqParams
 
 __all__ = ["BACKENDS", "AttentionRequest", "Choice", "Hardware", "this_hardware"]
@@ -29,10 +34,10 @@ BACKENDS = {
     name: f"megatron_anchor.attention.backends.{name}"
     for name in ("te", "flash", "varlen", "flex", "sdpa")
 }
-"""Name to module, in the order in which ``auto`` prefers them on a CUDA device."""
+"""Name to module, in the order in which ``auto`` prefers them for 16 bits on a CUDA device."""
 
-ON_CPU = ("sdpa",)
-"""What ``auto`` takes without a CUDA device: other kernels that run there are for tests."""
+EVERYWHERE = ("sdpa",)
+"""What ``auto`` takes without a CUDA device and in float32, where other kernels were not tried."""
 
 
 class Attend(Protocol):
@@ -136,7 +141,8 @@ def choose_backend(name: str, request: AttentionRequest) -> Choice:
     if name != "auto":
         candidates: tuple[str, ...] = (name,)
     else:
-        candidates = ON_CPU if request.hardware.capability is None else tuple(BACKENDS)
+        fast = request.hardware.capability is not None and request.dtype in HALF
+        candidates = tuple(BACKENDS) if fast else EVERYWHERE
     reasons: list[str] = []
     for candidate in candidates:
         reason = load_backend(candidate).why_not(request)
