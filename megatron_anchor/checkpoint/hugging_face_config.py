@@ -23,6 +23,7 @@ REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+NOT_KEPT = ("transformers_version", "auto_map", "quantization_config", "_name_or_path")
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
 
 
@@ -205,7 +206,7 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
         dtype: of the weights, such as ``bfloat16``.
         like: config whose other entries (token ids, dropout, names) are kept.
     """
-    kept = {k: v for k, v in (like or {}).items() if k not in ("transformers_version", "auto_map")}
+    kept = {k: v for k, v in (like or {}).items() if k not in NOT_KEPT}
     scaling = dict(model.scaling)
     config = {
         **kept,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -330,18 +331,15 @@ class Stored:
 def _write_companions(
     out: Path, model: Model, config: Mapping[str, Any] | None, folder: Path | None
 ) -> None:
-    generation: dict[str, Any] = (
-        {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in config}
-        if config
-        else {}
-    )
     if folder is not None:
-        path = folder / "generation_config.json"
-        if config is not None and path.is_file():
-            generation = json.loads(path.read_text(encoding="utf-8"))
         tokenizer_files.copy_tokenizer(folder, out, positions=model.positions)
-    generation.pop("transformers_version", None)
-    _write_json(out / "generation_config.json", {"_from_model_config": True, **generation})
+    generation = folder / "generation_config.json" if folder and config else None
+    if generation is not None and generation.is_file():
+        shutil.copyfile(generation, out / generation.name)
+        return
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    known = {name: config[name] for name in ids if name in config} if config else {}
+    _write_json(out / "generation_config.json", {"_from_model_config": True, **known})
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

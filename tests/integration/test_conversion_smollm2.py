@@ -116,8 +116,11 @@ def test_a_real_model_is_converted_continued_and_exported(tmp_path):
     assert sum(not torch.equal(before[name], after[name]) for name in before) > 250
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    prompt = tokenizer("The capital of France is", return_tensors="pt")
-    ids = model.generate(**prompt, max_new_tokens=20, do_sample=False)
-    text = tokenizer.decode(ids[0])
+    question = {"role": "user", "content": "What is the capital of France? Tell me about it."}
+    prompt = tokenizer.apply_chat_template(
+        [question], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**prompt, max_new_tokens=40, do_sample=False)
+    text = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :])
     print(text)
     assert "Paris" in text
