@@ -85,6 +85,20 @@ def load_or_build(
     return StoredArrays(paths)
 
 
+def remove_damaged_blends(directory: str | os.PathLike[str]) -> None:
+    """Remove the cached indices of blends that cannot be read, so that Megatron builds them again.
+
+    Megatron writes them in place, the description first: a run that is killed then leaves a part
+    of a file, on which every later run would stop.
+    """
+    for path in sorted(Path(directory).glob("*-BlendedDataset-*index.npy")):
+        try:
+            np.load(path, mmap_mode="r", allow_pickle=False)
+        except (EOFError, ValueError) as error:
+            logger.warning("the cached %s is damaged (%s): building it again", path, error)
+            path.unlink()
+
+
 def _form(array: np.ndarray) -> dict[str, Any]:
     contents = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
     return {

@@ -45,7 +45,11 @@ def parser() -> argparse.ArgumentParser:
     add("--interleave-max-chunks", type=int, default=Interleaving.max_chunks)
     add("--interleave-min-chunk-length", type=int, default=Interleaving.min_chunk_length)
     add("--interleave-max-chunk-length", type=int)
-    add("--anchor-token-id", type=int, metavar="ID", help="default: bos or eos of the tokenizer")
+    add(
+        *("--anchor-token", "--anchor-token-id"),
+        metavar="{bos,eos,ID}",
+        help="as in training; default: bos, else eos, of the tokenizer or the corpus' manifest",
+    )
     add("--anchor-position", type=int, default=0, metavar="N")
     add("--no-anchor-first-token-loss", action="store_true")
     add("--seed", type=int, default=1234)
@@ -64,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             cache = args.data_cache_path or stack.enter_context(tempfile.TemporaryDirectory())
             return _run(args, cache)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stdout = None
+        return 1
     except (ValueError, OSError, IndexError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -82,8 +89,9 @@ def _run(args: argparse.Namespace, cache: str) -> int:
 
     tokenizer = _tokenizer(args)
     dataset = _dataset(args, cache, tokenizer)
-    if args.png:
-        borders = dataset[args.sample or 0]["cu_seqlens"].numpy()
+    number = args.sample or 0
+    if not 0 <= number < len(dataset):
+        raise ValueError(f"--sample {number}: there are the samples 0 to {len(dataset) - 1}")
     if args.sample is not None:
         decode = tokenizer.native_engine.decode if tokenizer else None
         rows = describe_sample(dataset, args.sample, decode=decode)
@@ -92,7 +100,15 @@ def _run(args: argparse.Namespace, cache: str) -> int:
             return 0
     report = inspect_packing(dataset)
     if args.png:
-        draw_packing(args.png, report, borders)
+        sample = dataset[number]
+        full = args.attention_pattern == "full"
+        draw_packing(
+            args.png,
+            report,
+            number=number,
+            cu_seqlens=sample["cu_seqlens"].numpy(),
+            documents=1 if full else int(sample["num_documents"]),
+        )
     if args.sample is None:
         print(json.dumps(asdict(report)) if args.json else table(report))
     return 0
@@ -107,13 +123,20 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 
 
 def _anchor(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer | None) -> int:
+    wanted = args.anchor_token
+    if wanted not in (None, "bos", "eos"):
+        if not wanted.isdecimal():
+            raise ValueError(f"--anchor-token {wanted}: expected bos, eos or a token id")
+        return int(wanted)
     facts: Any = tokenizer or read_manifest(prefix)
-    candidates = [args.anchor_token_id]
-    candidates += [facts.bos_id, facts.eod_id] if facts else []
-    for candidate in candidates:
-        if candidate is not None:
-            return int(candidate)
-    raise ValueError(f"{prefix} does not say what its bos or eos is: set --anchor-token-id")
+    known = {"bos": facts.bos_id, "eos": facts.eod_id} if facts else {}
+    for name in [wanted] if wanted else ["bos", "eos"]:
+        if known.get(name) is not None:
+            return int(known[name])
+    raise ValueError(
+        f"{prefix} does not say what its {wanted or 'bos or eos'} is: give --tokenizer-model, or a "
+        "token id with --anchor-token"
+    )
 
 
 def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) -> PackedDataset:
@@ -124,6 +147,8 @@ def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) 
 
     from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 
+    if not 0 <= args.seed < 1 << 32:
+        raise ValueError(f"--seed {args.seed}: expected 0 to {(1 << 32) - 1}")
     prefix = args.prefix.removesuffix(".idx").removesuffix(".bin")
     vocab_size = tokenizer.vocab_size if tokenizer else None
     stand_in = SimpleNamespace(vocab_size=vocab_size or 1 << 31)

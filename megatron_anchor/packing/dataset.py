@@ -205,7 +205,10 @@ class PackedDataset(MegatronDataset):
             IndexError: there is no such sample.
         """
         if not -self._num_samples <= idx < self._num_samples:
-            raise IndexError(f"sample {idx} of a dataset with {self._num_samples} samples")
+            raise IndexError(
+                f"sample {idx} of a dataset with {self._num_samples} samples (0 to "
+                f"{self._num_samples - 1})"
+            )
         plan = self._plan
         sample = int(plan["shuffle_index"][idx])
         (first, second), (last, next_second) = plan["sample_index"][sample : sample + 2]
@@ -296,9 +299,7 @@ class PackedDataset(MegatronDataset):
         tags, identity = open_tags(
             self.dataset_path,
             tag_format=self.config.domain_tag_format,
-            tokenize=tag_tokenizer(
-                self.config.tokenizer, anchor_token_id=self.config.anchor_token_id
-            ),
+            tokenize=tag_tokenizer(self.config.tokenizer),
         )
         if tags.longest + 2 > self.config.sequence_length:
             raise ValueError(

@@ -112,21 +112,19 @@ def open_tags(
     return DomainTags(tags, path), {"tags": tags, **fingerprint(path)}
 
 
-def tag_tokenizer(tokenizer: Any, *, anchor_token_id: int) -> Callable[[str], list[int]]:
-    """A tokenizer's `tokenize` without the special tokens that it puts around every text."""
-    around = {anchor_token_id}
-    for name in ("bos_id", "bos", "eos_id", "eod", "cls", "sep"):
-        try:
-            around.add(getattr(tokenizer, name))
-        except (AttributeError, NotImplementedError):
-            continue
+def tag_tokenizer(tokenizer: Any) -> Callable[[str], list[int]]:
+    """A tokenizer's `tokenize` without the special tokens that it puts around every text.
+
+    Those are what it makes of an empty text; the same tokens inside a tag are its own.
+    """
+    around = list(tokenizer.tokenize(""))
 
     def tokenize(text: str) -> list[int]:
         tokens = list(tokenizer.tokenize(text))
-        while tokens and tokens[0] in around:
-            tokens = tokens[1:]
-        while tokens and tokens[-1] in around:
-            tokens = tokens[:-1]
+        for front in range(len(around), -1, -1):
+            back = len(tokens) - (len(around) - front)
+            if tokens[:front] == around[:front] and tokens[back:] == around[front:]:
+                return tokens[front:back]
         return tokens
 
     return tokenize

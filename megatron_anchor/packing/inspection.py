@@ -153,7 +153,9 @@ def format_sample(rows: list[dict[str, Any]], *, most: int = 12) -> str:
     lines = []
     for row in rows:
         begin, end = row["slots"]
-        lines.append(f"slots {begin} to {end - 1}: document {row['document']}")
+        document = row["document"]
+        holds = "interleaved documents" if document is None else f"document {document}"
+        lines.append(f"slots {begin} to {end - 1}: {holds}")
         for name in ("positions", "tokens", "targets"):
             cells = ["." if value is None else str(value) for value in row[name]]
             if len(cells) > most:

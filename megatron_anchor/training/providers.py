@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import get_args, get_tokenizer, print_rank_0
@@ -15,6 +16,7 @@ from megatron_anchor.attention.backends import choose_backend
 from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
+from megatron_anchor.packing.cache import remove_damaged_blends
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.training.arguments import (
     context_parallel,
@@ -44,9 +46,11 @@ def anchor_token_id(args: Namespace, tokenizer: Any) -> int:
             "--anchor-token to a token id" + (" or 'eos'" if wanted == "bos" else "")
         )
     if not 0 <= value < tokenizer.vocab_size:
+        found = wanted if wanted in ("bos", "eos") else "bos or eos"
+        origin = f" ({found} of the tokenizer)" if wanted is None or wanted == found else ""
         raise ValueError(
-            f"anchor token {value} ({wanted or 'bos or eos of the tokenizer'}) is outside the "
-            f"vocabulary of {tokenizer.vocab_size}; set --anchor-token"
+            f"the anchor token {value}{origin} is outside the vocabulary of "
+            f"{tokenizer.vocab_size}; set --anchor-token"
         )
     return value
 
@@ -146,23 +150,20 @@ def document_lists(
         blend_per_split: Megatron's blends of each split, or None.
 
     Raises:
-        ValueError: a list without a prefix among several corpora, or an unknown or doubled prefix.
+        ValueError: a list without a known prefix among several corpora, or a doubled prefix.
     """
     if not given:
         return None
     corpora = (blend_per_split[0] if blend is None else blend)[0]
     lists: dict[str, str] = {}
     for text in given:
-        prefix, _, path = text.rpartition("=")
+        # Paths may hold a "=" too, so the corpora say where the prefix ends.
+        prefix = max((c for c in corpora if text.startswith(f"{c}=")), key=len, default="")
+        path = text.removeprefix(f"{prefix}=") if prefix else text
         if not prefix and len(corpora) > 1:
             raise ValueError(
                 f"--document-list {text}: there are {len(corpora)} training corpora; give "
-                "CORPUS_PREFIX=LIST.npy"
-            )
-        if prefix and prefix not in corpora:
-            raise ValueError(
-                f"--document-list {text}: {prefix} is none of the training corpora "
-                f"{', '.join(corpora)}"
+                f"CORPUS_PREFIX=LIST.npy with one of {', '.join(corpora)}"
             )
         if prefix in lists:
             raise ValueError(f"--document-list {text}: this corpus has another list already")
@@ -193,6 +194,8 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     """
     args = get_args()
     config = dataset_config(args, get_tokenizer())
+    if torch.distributed.get_rank() == 0 and config.path_to_cache:
+        remove_damaged_blends(config.path_to_cache)
     print_rank_0(f"> packing documents behind anchor token {config.anchor_token_id} ...")
     train, valid, test = BlendedMegatronDatasetBuilder(
         PackedDataset,

@@ -56,6 +56,12 @@ UNSUPPORTED_FLAGS = {
     "--use-distributed-optimizer",
     "use_torch_fsdp2": "--use-torch-fsdp2: never run with packed documents; use "
     "--use-distributed-optimizer",
+    "dataloader_fast_cache_load": "--dataloader-fast-cache-load: it opens the caches of Megatron's "
+    "own dataset unseen; packed datasets check theirs",
+    "dataloader_defer_npy_index_mmap": "--dataloader-defer-npy-index-mmap: packed datasets open "
+    "their index at first use anyway",
+    "per_dataset_sequences_path": "--per-dataset-sequences-path: it saves Megatron's own dataset "
+    "from reading the .idx files; packed datasets read and check them",
     "perform_rl_step": "--perform-rl-step: reinforcement learning has its own data path",
 }
 """Flag (as in Megatron's namespace) to the reason why it is refused when it is set."""
@@ -249,22 +255,35 @@ def _packing(args: Namespace) -> Iterator[str]:
         )
     if args.anchor_token not in (None, "bos", "eos") and not args.anchor_token.isdecimal():
         yield f"--anchor-token {args.anchor_token}: expected bos, eos or a token id"
+    if args.anchor_position < 0:
+        yield f"--anchor-position {args.anchor_position}: expected 0 or more"
     if args.anchor_position and args.attention_pattern != "anchor":
         yield (
             f"--anchor-position {args.anchor_position} has a meaning under --attention-pattern "
             f"anchor only, got {args.attention_pattern}"
         )
-    try:
-        interleaved = interleaving(args)
-        check_format(args.domain_tag_format)
-    except ValueError as error:
-        yield str(error)
-        return
-    if interleaved and args.attention_pattern == "intra-document-reset":
+    for check in (lambda: interleaving(args), lambda: check_format(args.domain_tag_format)):
+        try:
+            check()
+        except ValueError as error:
+            yield str(error)
+    if args.interleave_chunks and args.attention_pattern == "intra-document-reset":
         yield (
             "--interleave-chunks has no effect under --attention-pattern intra-document-reset, "
             "where every document counts its positions alone"
         )
+
+
+def _blend(args: Namespace) -> Iterator[str]:
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for entry in getattr(args, name, None) or ():
+            try:
+                weight = float(entry)
+            except ValueError:
+                continue
+            if weight <= 0:
+                flag = f"--{name.replace('_', '-')}"
+                yield f"{flag} gives the weight {entry}: expected above 0; leave that corpus out"
 
 
 def _balance(args: Namespace) -> Iterator[str]:
@@ -291,5 +310,6 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _backend,
     _host_features,
     _packing,
+    _blend,
     _balance,
 )

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,15 @@ import pytest
 from megatron_anchor.corpus.upsampling import make_document_list
 from megatron_anchor.packing import dataset as dataset_module
 from megatron_anchor.packing import epochs
-from megatron_anchor.packing.cache import load_or_build
-from tests.unit.packing_oracle import build_train, plain, write_corpus, write_domains
+from megatron_anchor.packing.cache import load_or_build, remove_damaged_blends
+from tests.unit.packing_oracle import (
+    build,
+    build_train,
+    make_config,
+    plain,
+    write_corpus,
+    write_domains,
+)
 
 DOCUMENTS = [[[10 * n + k for k in range(n % 7 + 1)]] for n in range(1, 40)]
 
@@ -204,6 +212,31 @@ def test_an_entry_that_describes_something_else_is_not_used(tmp_path: Path) -> N
 
     assert entry(1).tolist() == [1, 1, 1]
     assert entry(2).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, scribble])
+@pytest.mark.parametrize("name", ["dataset_index", "dataset_sample_index"])
+def test_a_damaged_blend_is_built_again_with_a_message(
+    prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Any
+) -> None:
+    cache = tmp_path / "cache"
+    other = write_corpus(tmp_path / "d", DOCUMENTS[5:])
+    config = make_config(([prefix, other], [0.5, 0.5]), path_to_cache=str(cache))
+
+    def blend() -> list[dict]:
+        return contents(build(config, [20, 0, 0])[0])
+
+    before = blend()
+    remove_damaged_blends(cache)
+    assert not caplog.messages
+    [path] = cache.glob(f"*-BlendedDataset-train-{name}.npy")
+    damage(path)
+    with pytest.raises((ValueError, EOFError, pickle.UnpicklingError)):
+        blend()
+    with caplog.at_level(logging.WARNING):
+        remove_damaged_blends(cache)
+    assert f"{path} is damaged" in caplog.text
+    assert blend() == before
 
 
 def test_a_failed_write_leaves_no_file(

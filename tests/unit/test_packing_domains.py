@@ -79,8 +79,12 @@ def test_a_format_without_domain_is_refused(text: str) -> None:
 
 
 def test_tags_lose_the_special_tokens_that_a_tokenizer_adds() -> None:
-    tokenizer = SimpleNamespace(tokenize=lambda text: [7, 50, 51, 8], bos_id=7, eod=8)
-    assert tag_tokenizer(tokenizer, anchor_token_id=1)("x") == [50, 51]
+    """Only those, and only once, however the tag's own tokens look."""
+    spelled = {"x": [50, 51], "bos": [7], "eos": [8, 8], "": []}
+    for front, behind in itertools.product(([], [7], [7, 7]), ([], [8])):
+        tokenizer = SimpleNamespace(tokenize=lambda text, f=front, b=behind: f + spelled[text] + b)
+        for text, tokens in spelled.items():
+            assert tag_tokenizer(tokenizer)(text) == tokens
 
 
 def write_list(prefix: str, ids: list[int]) -> str:

@@ -84,8 +84,12 @@ def test_a_picture_and_a_table_are_made(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--seq-length", "16"], "set --anchor-token-id"),
-        (["--seq-length", "16", "--anchor-token-id", "1", "--sample", "9999"], "sample 9999 of a"),
+        (["--seq-length", "16"], "or a token id with --anchor-token"),
+        (["--seq-length", "16", "--anchor-token", "eos"], "does not say what its eos is"),
+        (["--seq-length", "16", "--anchor-token", "<s>"], "--anchor-token <s>: expected bos, eos"),
+        (["--seq-length", "16", "--anchor-token", "1", "--sample", "9999"], "--sample 9999: there"),
+        (["--seq-length", "16", "--anchor-token", "1", "--sample", "-1"], "--sample -1: there are"),
+        (["--seq-length", "16", "--anchor-token", "1", "--seed", "-1"], "--seed -1: expected 0"),
         (["--seq-length", "1", "--anchor-token-id", "1"], "got sequence_length 1"),
         (["--seq-length", "16", "--domain-tags"], "give --tokenizer-model"),
     ],

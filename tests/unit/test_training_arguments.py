@@ -123,6 +123,10 @@ REFUSED = {
     "--interleave-chunks --interleave-min-chunk-length 0": "min-chunk-length 0, expected 1",
     "--interleave-chunks --interleave-max-chunk-length 30": "length 30, expected at least 31",
     "--interleave-chunks --attention-pattern intra-document-reset": "--interleave-chunks has no",
+    "--anchor-position -3": "--anchor-position -3: expected 0 or more",
+    "--interleave-chunks --interleave-max-chunks 0 --domain-tag-format y": "tag-format 'y'",
+    "--train-data-path 1 a 0 b": "--train-data-path gives the weight 0: expected above 0",
+    "--dataloader-fast-cache-load": "--dataloader-fast-cache-load: it opens the caches",
     "--balance-attention-work --rampup-batch-size 4 4 100": "leave out --rampup-batch-size",
     "--balance-attention-work --dataloader-type cyclic": "needs --dataloader-type single",
     "--full-validation": "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets",
@@ -200,8 +204,8 @@ def test_anchor_is_what_the_flag_says_else_bos_else_eos(flag, ids, anchor):
         (None, {}, "has no bos and no eos; set --anchor-token"),
         ("bos", {"eos_id": 2}, "has no bos; set --anchor-token to a token id or 'eos'"),
         ("eos", {"bos_id": 2}, "has no eos; set --anchor-token to a token id"),
-        ("10", {}, r"anchor token 10 \(10\) is outside the vocabulary of 10; set --anchor-token"),
-        ("eos", {"eos_id": 11}, r"anchor token 11 \(eos\) is outside"),
+        ("10", {}, r"anchor token 10 is outside the vocabulary of 10; set --anchor-token"),
+        ("eos", {"eos_id": 11}, r"anchor token 11 \(eos of the tokenizer\) is outside"),
     ],
 )
 def test_no_anchor_or_one_outside_the_vocabulary_is_refused(flag, ids, message):
@@ -241,6 +245,8 @@ def test_float32_attention_asks_for_a_float32_kernel(parse):
         (["a=l.npy"], ["a"], {"a": "l.npy"}),
         (["b=l.npy", "a=m.npy"], ["a", "b"], {"b": "l.npy", "a": "m.npy"}),
         (["x=y=l.npy"], ["x=y"], {"x=y": "l.npy"}),
+        (["runs/lr=1/l.npy"], ["a"], {"": "runs/lr=1/l.npy"}),
+        (["a=b=lr=1.npy", "a=l.npy"], ["a", "a=b"], {"a=b": "lr=1.npy", "a": "l.npy"}),
     ],
 )
 def test_document_lists_name_their_corpus(given, corpora, expected):
@@ -252,7 +258,7 @@ def test_document_lists_name_their_corpus(given, corpora, expected):
     ("given", "message"),
     [
         (["l.npy"], "there are 2 training corpora; give CORPUS_PREFIX=LIST.npy"),
-        (["c=l.npy"], "c is none of the training corpora a, b"),
+        (["c=l.npy"], "give CORPUS_PREFIX=LIST.npy with one of a, b"),
         (["a=l.npy", "a=m.npy"], "this corpus has another list already"),
     ],
 )
