@@ -82,7 +82,9 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
         **experts,
         **family.biases(config),
     )
-    _refuse_unsupported(config, model, drop_sliding_window=drop_sliding_window)
+    _refuse_unsupported(config, model)
+    if not drop_sliding_window:
+        refuse_sliding_window(config, positions=model.positions)
     return model
 
 
@@ -145,6 +147,11 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
             f"config.json: rope type {scaling['rope_type']!r} is none of default, "
             f"{', '.join(ROPE_TYPES)}"
         )
+    if scaling.get("rope_type") in ("yarn", "llama3"):
+        # transformers' own default, which must not move when the length is extended.
+        scaling.setdefault(
+            "original_max_position_embeddings", config.get("max_position_embeddings", 2048)
+        )
     return next(iter(bases), DEFAULT_BASE), scaling
 
 
@@ -155,16 +162,26 @@ def _scaling(form: Mapping[str, Any]) -> dict[str, Any]:
     return {} if kind == "default" else {"rope_type": kind, **rest}
 
 
-def _refuse_unsupported(
-    config: Mapping[str, Any], model: Model, *, drop_sliding_window: bool
-) -> None:
+def refuse_sliding_window(config: Mapping[str, Any], *, positions: int) -> None:
+    """Refuse a model whose window is shorter than its sequences.
+
+    Args:
+        config: content of config.json.
+        positions: longest sequence, after an extension.
+
+    Raises:
+        CheckpointError: with the way out.
+    """
     window = sliding_window(config)
-    if window is not None and window < model.positions and not drop_sliding_window:
+    if window is not None and window < positions:
         raise CheckpointError(
-            f"config.json: sliding_window {window} of {model.positions} positions; training here "
-            "has full attention inside a document. To go on without the window (the exported "
-            "config then has none either) add --drop-sliding-window"
+            f"config.json: sliding_window {window} of {positions} positions; training here has "
+            "full attention inside a document. To go on without the window (the exported config "
+            "then has none either) add --drop-sliding-window"
         )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], model: Model) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"config.json: hidden_act {activation!r}, expected 'silu' (SwiGLU)")
@@ -189,9 +206,13 @@ def _refuse_unsupported(
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
     """Give the window that is in force, None for full attention."""
-    if architecture(config).startswith("Qwen") and not config.get("use_sliding_window", False):
-        return None
-    window = config.get("sliding_window")
+    name = architecture(config)
+    if name.startswith("Qwen"):
+        first = config.get("max_window_layers", 28)  # layers below it have full attention
+        if not config.get("use_sliding_window", False) or first >= config["num_hidden_layers"]:
+            return None
+    default = 4096 if name in ("MistralForCausalLM", "Qwen2ForCausalLM") else None
+    window = config.get("sliding_window", default)
     types = config.get("layer_types")
     if window is None or (types and "sliding_attention" not in types):
         return None

@@ -232,4 +232,9 @@ def _scaling(given: Mapping[str, Any]) -> Mapping[str, Any]:
     from megatron_anchor.training.arguments import rope_scaling
 
     flags = ("rope_parameters", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
-    return rope_scaling(Namespace(**{"rope_scaling_factor": 8.0, **dict.fromkeys(flags), **given}))
+    try:
+        return rope_scaling(
+            Namespace(**{"rope_scaling_factor": 8.0, **dict.fromkeys(flags), **given})
+        )
+    except ValueError as error:
+        raise CheckpointError(f"the run's arguments: {error}") from error

@@ -25,7 +25,11 @@ from megatron_anchor.checkpoint.families import (
     stack_of,
     stacked,
 )
-from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
+from megatron_anchor.checkpoint.hugging_face_config import (
+    model_of,
+    read_config,
+    refuse_sliding_window,
+)
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.output import output_folder
@@ -84,6 +88,8 @@ def convert_to_megatron(
     config = read_config(source)
     model = model_of(config, drop_sliding_window=drop_sliding_window)
     model = extended(model, extend_to=extend_to, rotary_base=rotary_base, positions=positions)
+    if not drop_sliding_window:
+        refuse_sliding_window(config, positions=model.positions)
     _check_tokenizer(source, model)
     with Files() as files:
         weights: Mapping[str, Rows] = open_weights(source, files)
@@ -139,7 +145,7 @@ def check_tensors(weights: Mapping[str, Rows], model: Model) -> dict[str, str]:
     not_carried = {
         name: reason for name in weights if (reason := families.recomputed(name)) is not None
     }
-    if model.tied and "lm_head.weight" in weights:
+    if model.tied and {"lm_head.weight", "model.embed_tokens.weight"} <= set(weights):
         if not same_rows(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
             raise CheckpointError(
                 "lm_head.weight differs from model.embed_tokens.weight although config.json says "

@@ -97,6 +97,20 @@ def test_a_sliding_window_that_is_off_or_as_long_as_the_model_is_no_window():
     assert model_of(mistral) == model_of(stored("4.57", "mistral"))
 
 
+def test_a_window_that_the_class_has_by_default_is_a_window():
+    config = stored("4.57", "mistral") | {"max_position_embeddings": 32768}
+    del config["sliding_window"]
+    with pytest.raises(CheckpointError, match="sliding_window 4096 of 32768"):
+        model_of(config)
+
+
+def test_the_original_length_of_a_scaling_stays_when_the_length_is_extended():
+    config = stored("4.57", "qwen2_yarn")
+    del config["rope_scaling"]["original_max_position_embeddings"]
+    model = extended(model_of(config), extend_to=65536)
+    assert model.scaling["original_max_position_embeddings"] == 256
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -254,6 +254,18 @@ def test_like_must_be_the_same_model(copy, tmp_path):
     )
 
 
+def test_a_window_that_an_extension_makes_too_short_is_refused(tmp_path):
+    hugging_face_model("mistral").save_pretrained(tmp_path / "hf")
+    change_config(tmp_path / "hf", sliding_window=256)
+    refused(
+        convert_to_megatron,
+        tmp_path / "hf",
+        "sliding_window 256 of 16384 positions",
+        tmp_path=tmp_path,
+        extend_to=16384,
+    )
+
+
 def test_a_trained_bias_is_not_lost_to_a_model_without_it(tmp_path):
     hugging_face_model("llama linear, all biases").save_pretrained(tmp_path / "hf")
     convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", progress=False)
