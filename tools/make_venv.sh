@@ -33,5 +33,5 @@ echo "Setting up $venv with $("$python" --version) from $python (a few minutes, 
 rm -rf "$venv"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --upgrade pip
-"$venv/bin/python" -m pip install --quiet -c requirements/constraints.txt -e '.[dev,plot]'
+"$venv/bin/python" -m pip install --quiet -c requirements/constraints.txt -e '.[dev,plot,fast]'
 touch "$venv/.ready"
