@@ -47,18 +47,29 @@ class Rejection:
 
 
 class RowError(CorpusError):
-    """The first bad row of a run with `--on-error stop`."""
+    """The first bad row of a run with `--on-error stop`.
 
-    def __init__(self, rejection: Rejection) -> None:
+    `kept` is the folder from which `--resume` goes on; empty where nothing was written before.
+    """
+
+    def __init__(self, rejection: Rejection, kept: str = "") -> None:
         self.rejection = rejection
+        self.kept = kept
+        mend = "Mend the row"
+        if rejection.kind.startswith("file "):
+            mend = "Put a whole copy in its place"
+        skip = "run again with --on-error skip"
+        if kept:
+            mend, skip = f"{mend} and begin anew with --overwrite", "go on with"
+            skip += f" --on-error skip --resume from {kept}"
         super().__init__(
-            f"{rejection.place}: {rejection.reason}. Mend the row, or run again with "
-            "--on-error skip to leave such rows out and list them in a side file."
+            f"{rejection.place}: {rejection.reason}. {mend}, or {skip} to leave such rows out and "
+            "list them in a side file."
         )
 
-    def __reduce__(self) -> tuple[type[RowError], tuple[Rejection]]:
+    def __reduce__(self) -> tuple[type[RowError], tuple[Rejection, str]]:
         """Travel between processes by the rejection, not by the message."""
-        return RowError, (self.rejection,)
+        return RowError, (self.rejection, self.kept)
 
 
 class WorkerError(CorpusError):

@@ -194,14 +194,15 @@ def _splitter(config: PreprocessConfig) -> SplitterConfig | None:
 
 
 def _read_options(config: PreprocessConfig, *, shared: bool = False) -> ReadOptions:
-    keys = [*config.json_keys, *([config.domain_key] if config.domain_key else [])]
-    if config.pretokenized:
-        keys.append("source")
-    columns = tuple(dict.fromkeys(key.split(".")[0] for key in keys))
+    needed, optional = list(config.json_keys), ["source"] if config.pretokenized else []
+    if config.domain_key:
+        (optional if config.domain else needed).append(config.domain_key)
+    columns, spare = (dict.fromkeys(k.split(".")[0] for k in keys) for keys in (needed, optional))
     return ReadOptions(
         chunk_bytes=(config.chunk_kb or (_SHARED_CHUNK_KB if shared else _CHUNK_KB)) << 10,
         max_row_bytes=config.max_row_mb << 20,
-        columns=columns,
+        columns=tuple(columns),
+        optional=tuple(name for name in spare if name not in columns),
         hf_split=config.hf_split,
         hf_config=config.hf_config,
     )
@@ -335,7 +336,8 @@ def _run(
                 encoded.rejections = [replace(r, row=r.row + base) for r in encoded.rejections]
             if encoded.rejections and config.on_error == "stop":
                 output.checkpoint()
-                raise RowError(encoded.rejections[0])
+                kept = str(output.folder) if output.progress.rows_read else ""
+                raise RowError(encoded.rejections[0], kept)
             output.append(
                 encoded,
                 source=chunk.source,

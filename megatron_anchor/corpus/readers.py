@@ -7,25 +7,30 @@ worker's. Every chunk says where the next one begins, which is all that a resume
 from __future__ import annotations
 
 import codecs
-import json
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_anchor.corpus.errors import CorpusError, Rejection
+from megatron_anchor.corpus.json_arrays import Flaw, array_elements
 from megatron_anchor.corpus.sources import Source, Span
-from megatron_anchor.corpus.streams import CutShortError, line_blocks, pieces
+from megatron_anchor.corpus.streams import DamagedError, line_blocks, pieces
 
 BOM = codecs.BOM_UTF8
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read; `columns` are the top-level names that are needed of a table."""
+    """How to read; `columns` are the top-level names that a table must have.
+
+    `optional` are those that are taken as well where they are there.
+    """
 
     chunk_bytes: int = 1 << 19
     max_row_bytes: int = 100 << 20
     columns: tuple[str, ...] = ("text",)
+    optional: tuple[str, ...] = ()
     hf_split: str = "train"
     hf_config: str | None = None
 
@@ -142,16 +147,15 @@ def _read_jsonl(
                 rejected=("row too long", detail, block.data) if block.too_long else None,
             )
             row, offset = row + lines, block.end
-    except CutShortError as error:
-        left = error.args[1] if len(error.args) > 1 else b""
+    except DamagedError as error:
         yield make(
             "none",
             None,
             row=row,
             next_row=row + 1,
-            next_offset=offset + len(left),
+            next_offset=offset + len(error.left),
             bytes_read=0,
-            rejected=("file cut short", f"{error.args[0]} here; later rows are lost", left),
+            rejected=(error.kind, f"{error} here; later rows are lost", error.left),
         )
 
 
@@ -221,91 +225,40 @@ def _read_json_array(
 ) -> Iterator[Chunk]:
     """One array of objects. `place.offset` is not used: a resumed run scans the array again."""
     del span
-    elements = _array_elements(source.path, options.max_row_bytes)
-    rows: list[bytes] = []
-    size = row = 0
-    while True:
-        element = next(elements, None)
+    stream = pieces(source.path, compression=None)
+    elements = array_elements(stream, longest=options.max_row_bytes)
+    row = place.row
+    for part in _grouped(itertools.islice(elements, row, None), options.chunk_bytes):
+        flaw = part if isinstance(part, Flaw) else None
+        rows = [] if isinstance(part, Flaw) else part
+        end = row + (len(rows) or 1)
+        yield make(
+            "none" if flaw else "rows",
+            None if flaw else rows,
+            row=row,
+            next_row=end,
+            next_offset=1,
+            bytes_read=sum(map(len, rows)),
+            rejected=(flaw.kind, flaw.detail, flaw.raw) if flaw else None,
+        )
+        row = end
+
+
+def _grouped(elements: Iterator[bytes | Flaw], size: int) -> Iterator[list[bytes] | Flaw]:
+    """Elements in lists of about `size` bytes; flaws alone, in their places."""
+    held: list[bytes] = []
+    left = size
+    for element in elements:
         if isinstance(element, bytes):
-            row += 1
-            if row > place.row:
-                rows.append(element)
-                size += len(element)
-        if rows and (size >= options.chunk_bytes or not isinstance(element, bytes)):
-            yield make(
-                "rows",
-                rows,
-                row=row - len(rows),
-                next_row=row,
-                next_offset=1,
-                bytes_read=size,
-            )
-            rows, size = [], 0
-        if element is None:
-            return
-        if isinstance(element, str):  # damage: nothing after it can be told apart
-            if row + 1 > place.row:
-                rejected = ("malformed JSON", f"{element}; the rest of the array is lost", None)
-                yield make(
-                    "none",
-                    None,
-                    row=row,
-                    next_row=row + 1,
-                    next_offset=1,
-                    bytes_read=0,
-                    rejected=rejected,
-                )
-            return
-
-
-def _array_elements(path: str, longest: int) -> Iterator[bytes | str]:
-    """The elements of a JSON array as bytes; a str, which is the last item, tells of damage."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
-    stream = pieces(path, compression=None)
-    parse = json.JSONDecoder().raw_decode
-    text, at, ended = "", 0, False
-
-    def more(wanted: int) -> None:
-        nonlocal text, at, ended
-        text, at = text[at:], 0
-        while not ended and len(text) < wanted:
-            piece = next(stream, b"")
-            ended = not piece
-            text += decoder.decode(piece, final=ended)
-
-    more(1 << 20)
-    at = text.index("[") + 1
-    need_comma = False
-    while True:
-        while at < len(text) and text[at] in " \t\r\n":
-            at += 1
-        if at >= len(text) - 1 and not ended:
-            more(1 << 20)
-            if at < len(text) - 1 or ended:
-                continue
-        mark = text[at : at + 1]
-        if mark == "]":
-            return
-        if need_comma:
-            if mark != ",":
-                yield f"expected ',' or ']' after an element, found {mark!r}"
-                return
-            at, need_comma = at + 1, False
-            continue
-        while True:
-            try:
-                _, end = parse(text, at)
-            except (ValueError, RecursionError) as error:
-                if ended or len(text) - at > longest:
-                    yield f"{error}"
-                    return
-                more(max(2 * (len(text) - at), 1 << 20))
-                continue
-            if end < len(text) or ended:
-                break
-            more(2 * len(text) + 16)
-        yield text[at:end].encode("utf-8", "surrogateescape")
-        at, need_comma = end, True
+            held.append(element)
+            left -= len(element)
+        if held and (left <= 0 or isinstance(element, Flaw)):
+            yield held
+            held, left = [], size
+        if isinstance(element, Flaw):
+            yield element
+    if held:
+        yield held
 
 
 def _read_table(

@@ -16,9 +16,9 @@ from megatron_anchor.corpus.pretokenized import SpanError, split_spans
 from megatron_anchor.corpus.readers import BOM, Chunk
 
 try:
-    from orjson import loads as _quick_loads
+    import orjson
 except ImportError:
-    _quick_loads = None
+    orjson = None  # type: ignore[assignment]
 
 _MISSING = object()
 
@@ -113,8 +113,12 @@ def _values(chunk: Chunk, parsed: ParsedChunk) -> Iterator[tuple[int, bytes | No
             number += 1
             yield number, raw, _MISSING
     elif chunk.kind in ("table", "objects"):
-        records = chunk.payload.to_pylist() if chunk.kind == "table" else chunk.payload
-        for record in records:
+        found = chunk.payload
+        if chunk.kind == "table":
+            from megatron_anchor.corpus.tables import records
+
+            found = records(chunk.payload)
+        for record in found:
             number += 1
             yield number, None, record
 
@@ -124,9 +128,9 @@ def _load(raw: bytes, *, quick: bool) -> Any:
 
     Numbers over 64 bits differ between the two, so `quick` is off where numbers matter.
     """
-    if quick and _quick_loads is not None:
+    if quick and orjson is not None:
         try:
-            return _quick_loads(raw)
+            return orjson.loads(raw)
         except ValueError:
             pass
     text = _decoded(raw)
@@ -135,7 +139,10 @@ def _load(raw: bytes, *, quick: bool) -> Any:
     except RecursionError:
         raise _RowError("malformed JSON", "nested too deeply") from None
     except ValueError as error:
-        raise _RowError("malformed JSON", str(error)) from None
+        hint = ""
+        if str(error).startswith("Extra data"):
+            hint = "; it looks like several JSON values: give each a line in a .jsonl file"
+        raise _RowError("malformed JSON", f"{error}{hint}") from None
 
 
 def _text_file(raw: bytes) -> str:
@@ -193,6 +200,8 @@ def _encoded_size(text: str, key: str) -> int:
 def _domain(record: Mapping, default: str, options: RowOptions) -> str:
     assert options.domain_key is not None
     value = lookup(record, options.domain_key)
+    if isinstance(value, bytes):  # a binary column of a table
+        value = _text_file(value)
     if isinstance(value, str) and value:
         _encoded_size(value, options.domain_key)  # a lone surrogate is no name
         return value
@@ -232,8 +241,18 @@ def _missing(record: Mapping, key: str) -> _RowError:
 
 
 def _shown(value: Any) -> bytes | None:
-    """A row of a table as the side file shows it."""
-    return None if value is _MISSING else json.dumps(value, default=repr).encode()
+    """A row of a table as the side file shows it: JSON, in which bytes are what they are."""
+    if value is _MISSING:
+        return None
+    text = json.dumps(value, default=_plain, ensure_ascii=False)
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(value, default=_plain).encode()
+
+
+def _plain(value: Any) -> str:
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def _name(value: Any) -> str:

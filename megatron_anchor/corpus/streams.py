@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,16 @@ _PIECE = 1 << 18  # compressed bytes read at once
 _MOST = 1 << 24  # bytes that one call may decompress
 
 
-class CutShortError(Exception):
-    """A compressed stream ends early or is damaged; what came before it is good."""
+class DamagedError(Exception):
+    """A compressed stream ends early or is damaged; what came before it is good.
+
+    `kind` groups such files in summaries; `left` is the beginning of a line that has no end.
+    """
+
+    def __init__(self, kind: str, detail: str, left: bytes = b"") -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.left = left
 
 
 def pieces(
@@ -22,7 +31,7 @@ def pieces(
 ) -> Iterator[bytes]:
     """The (decompressed) bytes of a file from byte `start` on, in pieces (of `size` if plain).
 
-    Raises `CutShortError` after the last good byte of a damaged compressed file.
+    Raises `DamagedError` after the last good byte of a damaged compressed file.
     """
     if compression is None:
         yield from _plain(path, start, size)
@@ -47,12 +56,12 @@ def _gunzip(path: str) -> Iterator[bytes]:
     with open(path, "rb") as stream:
         inflate, data = zlib.decompressobj(wbits=31), b""
         while data or (data := stream.read(_PIECE)):
+            before = inflate.copy()
             try:
                 piece = inflate.decompress(data, _MOST)
             except zlib.error as error:
-                raise CutShortError(
-                    f"gzip data is damaged ({error}), maybe before this too"
-                ) from error
+                yield from _until_damage(before.decompress, data, zlib.error)
+                raise _damaged("gzip", error) from error
             if piece:
                 yield piece
             data = inflate.unconsumed_tail
@@ -63,7 +72,7 @@ def _gunzip(path: str) -> Iterator[bytes]:
             else:
                 fresh = False
         if Path(path).stat().st_size and not fresh:
-            raise CutShortError("gzip data ends early")
+            raise DamagedError("file cut short", "gzip data ends early")
 
 
 def _unzstd(path: str) -> Iterator[bytes]:
@@ -72,21 +81,43 @@ def _unzstd(path: str) -> Iterator[bytes]:
     except ImportError as error:
         raise CorpusError(f"{path}: reading .zst needs `pip install zstandard`") from error
     with open(path, "rb") as stream:
-        frame, data, fresh = zstandard.ZstdDecompressor().decompressobj(), b"", True
+        frame, begins, data, fresh = zstandard.ZstdDecompressor().decompressobj(), 0, b"", True
         while data or (data := stream.read(_PIECE >> 2)):
             try:
                 piece = frame.decompress(data)
             except zstandard.ZstdError as error:
-                raise CutShortError(
-                    f"zstd data is damaged ({error}), maybe before this too"
-                ) from error
+                again = zstandard.ZstdDecompressor().decompressobj()  # a state cannot be copied
+                left = stream.tell() - len(data) - begins
+                stream.seek(begins)
+                while left:
+                    left -= len(taken := stream.read(min(left, _PIECE >> 2)))
+                    again.decompress(taken)
+                yield from _until_damage(again.decompress, data, zstandard.ZstdError)
+                raise _damaged("zstd", error) from error
             if piece:
                 yield piece
             fresh, data = frame.eof, frame.unused_data if frame.eof else b""
             if fresh:
                 frame = zstandard.ZstdDecompressor().decompressobj()
+                begins = stream.tell() - len(data)
         if not fresh:
-            raise CutShortError("zstd data ends early")
+            raise DamagedError("file cut short", "zstd data ends early")
+
+
+def _until_damage(
+    decompress: Callable[[bytes], bytes], data: bytes, damage: type[Exception]
+) -> Iterator[bytes]:
+    """What `data` gives before the byte that the decompressor cannot take."""
+    found = bytearray()
+    with contextlib.suppress(damage):
+        for at in range(len(data)):
+            found += decompress(data[at : at + 1])
+    if found:
+        yield bytes(found)
+
+
+def _damaged(name: str, error: Exception) -> DamagedError:
+    return DamagedError("file damaged", f"{name} data is damaged ({error}), maybe before this too")
 
 
 @dataclass
@@ -110,8 +141,8 @@ def line_blocks(
     """Cut a stream into blocks of whole lines of about `size` bytes.
 
     Lines that begin before `end` belong (all, where it is None); the last one need not end with a
-    newline. A line over `longest` bytes is passed over without holding it. On `CutShortError` the
-    complete lines come first, and the exception passes on with the incomplete one as argument.
+    newline. A line over `longest` bytes is passed over without holding it. On `DamagedError` the
+    complete lines come first, and the exception passes on with the incomplete one as `left`.
     """
     held, at, skipped = bytearray(), offset, 0  # held: the beginning of a line
     try:
@@ -140,8 +171,9 @@ def line_blocks(
             if len(held) > longest:
                 skipped = len(held)
                 del held[1 << 16 :]
-    except CutShortError as error:
-        raise CutShortError(str(error), bytes(held)) from error
+    except DamagedError as error:
+        error.left = bytes(held)
+        raise
     if skipped:
         yield LineBlock(bytes(held), at, too_long=skipped)
     elif held:

@@ -89,6 +89,44 @@ def _saved(source: Source, options: ReadOptions) -> Table:
     return Table(len(rows), source.size / max(len(rows), 1), batches)
 
 
+def records(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """The rows of a table; one with a string that is no UTF-8 has bytes in place of its strings."""
+    try:
+        yield from table.to_pylist()
+        return
+    except UnicodeDecodeError:  # raised before the first row is yielded
+        pass
+    for number in range(table.num_rows):
+        row = table.slice(number, 1)
+        try:
+            [record] = row.to_pylist()
+        except UnicodeDecodeError:
+            fields = [field.with_type(_as_binary(field.type)) for field in table.schema]
+            [record] = row.cast(pa.schema(fields)).to_pylist()
+        yield record
+
+
+def _as_binary(kind: pa.DataType) -> pa.DataType:
+    """The type with every string in it as bytes."""
+    types = pa.types
+    if types.is_string(kind):
+        return pa.binary()
+    if types.is_large_string(kind):
+        return pa.large_binary()
+    if types.is_string_view(kind):
+        return pa.binary_view()
+    if types.is_dictionary(kind):
+        return _as_binary(kind.value_type)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_as_binary(field.type)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        make = pa.list_ if types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_as_binary(kind.value_type)))
+    if types.is_map(kind):
+        return pa.map_(_as_binary(kind.key_type), _as_binary(kind.item_type))
+    return kind
+
+
 def _needed(source: Source, options: ReadOptions, present: list[str]) -> list[str]:
     missing = [name for name in options.columns if name not in present]
     if missing:
@@ -96,7 +134,7 @@ def _needed(source: Source, options: ReadOptions, present: list[str]) -> list[st
             f"{source.path} has the columns {', '.join(present)}, not {missing[0]!r}; "
             "name others with --json-keys and --domain-key"
         )
-    return list(options.columns)
+    return [*options.columns, *(name for name in options.optional if name in present)]
 
 
 def stream_hub(path: str, options: ReadOptions, *, skip: int) -> Iterator[dict[str, Any]]:
@@ -112,4 +150,5 @@ def stream_hub(path: str, options: ReadOptions, *, skip: int) -> Iterator[dict[s
             f" --hf-config {options.hf_config}: {error}"
         ) from error
     for item in stream.skip(skip) if skip else stream:
-        yield {column: item[column] for column in options.columns if column in item}
+        wanted = (*options.columns, *options.optional)
+        yield {column: item[column] for column in wanted if column in item}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
@@ -90,11 +91,7 @@ def test_skip_writes_all_other_rows_and_lists_the_bad_ones(tmp_path, workers):
     assert [row["row"] for row in listed] == list(range(2, 2 * count + 1, 2))
     for row, (name, line) in zip(listed, BAD_LINES.items(), strict=True):
         assert row["reason"].startswith(name.split(",")[0])
-        raw = (
-            row["raw"].encode()
-            if "raw" in row
-            else __import__("base64").b64decode(row["raw_base64"])
-        )
+        raw = row["raw"].encode() if "raw" in row else base64.b64decode(row["raw_base64"])
         assert raw == line
     corpus = IndexedCorpus.open(tmp_path / "out_text_document")
     assert bytes(corpus.document(count).tolist()) == b"good %d" % (count - 1)
@@ -165,19 +162,132 @@ def test_a_damaged_gzip_gives_its_good_rows_and_one_rejection(tmp_path, damage):
     summary = run(tmp_path / "out", source, on_error="skip", overwrite=True)
     corpus = IndexedCorpus.open(tmp_path / "out_text_document")
     found = [bytes(corpus.document(i).tolist()).decode() for i in range(len(corpus))]
-    assert summary.rejected["file cut short"] == 1
+    assert summary.rejected["file cut short" if damage == "cut" else "file damaged"] == 1
     if damage == "cut":
         assert found == [row["text"] for row in rows[: len(found)]]
     assert 1000 < len(found) < 9000
     assert summary.rows_read == len(found) + sum(summary.rejected.values())
 
 
-def test_a_json_array_with_damage_keeps_what_comes_before(tmp_path):
+ARRAYS = {
+    '[{"text": "a"}, 5, {"text": oops}, {"text": "c"}]': ("ac", ["5", '{"text": oops}']),
+    '[{"text": "a"}]\n[{"text": "b"}]\n': ("a", ['[{"text": "b"}]']),
+    '[{"text": "a"}]{"text": "b"}': ("a", ['{"text": "b"}']),
+    '[{"text": "a"}, {"text": "b': ("a", ['{"text": "b']),
+    '[{"text": "a"}, {"text": "%s"}, {"text": "b"}]' % ("x" * (2 << 20)): ("ab", [None]),
+    '[{"text": "a"} {"text": "b"}, {"text": "c"}]': ("c", ['{"text": "a"} {"text": "b"}']),
+}
+
+
+@pytest.mark.parametrize("content", ARRAYS, ids=range(len(ARRAYS)))
+def test_every_part_of_a_json_array_is_a_document_or_a_listed_row(tmp_path, content):
+    source, (good, bad) = tmp_path / "in.json", ARRAYS[content]
+    source.write_text(content)
+    summary = run(tmp_path / "out", source, on_error="skip", max_row_mb=1)
+    corpus = IndexedCorpus.open(tmp_path / "out_text_document")
+    assert bytes(corpus.tokens.tolist()).decode() == good
+    listed = [json.loads(row) for row in Path(summary.rejected_file).read_text().splitlines()]
+    for row, raw in zip(listed, bad, strict=True):
+        assert (
+            content.startswith(row["raw"], content.index('{"text": "x'))
+            if raw is None
+            else (row["raw"] == raw)
+        )
+        with pytest.raises(RowError):
+            run(tmp_path / "again", source, max_row_mb=1, overwrite=True)
+
+
+def test_json_values_one_after_another_are_told_to_be_json_lines(tmp_path):
     source = tmp_path / "in.json"
-    source.write_text('[{"text": "a"}, 5, {"text": "b"}, {"text": oops}, {"text": "c"}]')
-    summary = run(tmp_path / "out", source, on_error="skip")
-    assert summary.documents == [2]
-    assert summary.rejected == {"malformed JSON": 1, "not an object": 1}
+    source.write_text('{\n "text": "a"\n}\n{\n "text": "b"\n}\n')
+    with pytest.raises(RowError, match=r"give each a line in a .jsonl file"):
+        run(tmp_path / "out", source)
+
+
+@pytest.mark.parametrize("compression", ["gz", "zst"])
+@pytest.mark.parametrize("place", [0.6, -6])
+def test_all_rows_that_were_whole_before_damage_are_kept(tmp_path, compression, place):
+    """Also those in the block in which the damage lies; a damaged checksum loses no row at all."""
+    texts = [f"row {i} " + os.urandom(30).hex() for i in range(6000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if compression == "gz":
+        data = bytearray(gzip.compress(lines))
+    else:
+        zstandard = pytest.importorskip("zstandard")
+        data = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(lines))
+        place = -2 if place == -6 else place
+    at = int(place * len(data)) if place > 0 else place
+    data[at] ^= 0xFF
+    source = tmp_path / f"in.jsonl.{compression}"
+    source.write_bytes(data)
+    # in the middle, gzip reads on for a while and gives wrong bytes before it notices
+    remedy = "file damaged.*Put a whole copy in its place" if place < 0 else "in.jsonl"
+    with pytest.raises(RowError, match=remedy):
+        run(tmp_path / "out", source)
+    summary = run(tmp_path / "out", source, on_error="skip", overwrite=True)
+    whole = 1 if place < 0 else 0.55 if compression == "gz" else 0.4
+    assert summary.rejected["file damaged"] == 1
+    assert summary.documents[0] >= whole * 6000 - 1
+
+
+def _table_of_bytes(column: str, kind, values: list[bytes]):
+    """A column of strings that nobody checked."""
+    import pyarrow as pa
+
+    raw = pa.array(values, pa.binary())
+    strings = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
+    arrays = {
+        "string": strings,
+        "large_string": raw.cast(pa.large_binary()).view(pa.large_string()),
+        "list": pa.ListArray.from_arrays(range(len(raw) + 1), strings),
+        "struct": pa.StructArray.from_arrays([strings], ["text"]),
+        "binary": raw,
+    }
+    return pa.table({column: arrays[kind]})
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "list", "struct", "binary"])
+def test_invalid_utf8_in_a_table_is_one_bad_row_a_value_and_listed_as_it_is(tmp_path, kind):
+    import pyarrow.parquet as pq
+
+    values = [b"a", b"b\xffc", b"d", b"\xc3", "é".encode()]
+    source = tmp_path / "in.parquet"
+    pq.write_table(_table_of_bytes("text", kind, values), source)
+    keys = ("text.text",) if kind == "struct" else ("text",)
+    with pytest.raises(RowError, match=r"in.parquet:2: invalid UTF-8: byte 0xff at 1"):
+        run(tmp_path / "out", source, json_keys=keys)
+    summary = run(tmp_path / "out", source, json_keys=keys, on_error="skip", overwrite=True)
+    assert (summary.rows_read, summary.rejected) == (5, {"invalid UTF-8": 2})
+    corpus = IndexedCorpus.open(summary.prefixes[0])
+    assert bytes(corpus.tokens.tolist()).decode() == "adé"
+    listed = [json.loads(row) for row in Path(summary.rejected_file).read_text().splitlines()]
+    for row, number in zip(listed, (1, 3), strict=True):
+        assert row["row"] == number + 1
+        assert b'"' + values[number] + b'"' in base64.b64decode(row["raw_base64"])
+
+
+def test_a_table_without_the_domain_column_takes_the_given_name(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": ["b"], "d": ["web"]}), tmp_path / "b.parquet")
+    sources = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    assert run(tmp_path / "out", *sources, domain_key="d", domain=("rest",)).domains == [
+        "rest",
+        "web",
+    ]
+    with pytest.raises(CorpusError, match="not 'd'"):
+        run(tmp_path / "other", *sources, domain_key="d")
+
+
+def test_a_pretokenized_table_needs_no_spans(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"input_ids": [[1, 2], [3]]}), tmp_path / "in.parquet")
+    config = {"pretokenized": True, "json_keys": ("input_ids",)}
+    assert run(tmp_path / "out", tmp_path / "in.parquet", **config).documents == [2]
 
 
 def test_empty_files_are_no_error_among_others_and_an_error_alone(tmp_path):
@@ -477,7 +587,7 @@ def _oracle(data: bytes, ending: str) -> list[str]:
     if ending == "txt":
         rows = [{"text": _or_none(data.decode)}]
     elif ending == "json" and data.lstrip().startswith(b"["):
-        rows = _array_prefix(data)
+        rows = _array_rows(data)
     elif ending == "json" and data.lstrip().split(b"\n")[0].rstrip().endswith((b"{", b"[", b",")):
         rows = [_or_none(lambda: json.loads(data.decode()))]
     else:
@@ -492,20 +602,26 @@ def _is_strings(value) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _array_prefix(data: bytes) -> list:
-    text, rows = data.decode("utf-8", "surrogateescape").lstrip()[1:].lstrip(" \t\r\n"), []
-    while text and not text.startswith("]"):
-        try:
-            row, end = json.JSONDecoder().raw_decode(text)
-        except (ValueError, RecursionError):
+def _array_rows(data: bytes) -> list:
+    """The elements of an array, character after character."""
+    parts, depth, in_string, escaped = [b""], 0, False, False
+    for byte in data.lstrip()[1:]:
+        char = bytes([byte])
+        if in_string:
+            escaped, in_string = char == b"\\" and not escaped, escaped or char != b'"'
+        elif char == b'"':
+            in_string = True
+        elif char in (b"{", b"["):
+            depth += 1
+        elif char == b"]" and not depth:
             break
-        if _or_none(lambda part=text[:end]: part.encode()) is not None:
-            rows.append(row)
-        text = text[end:].lstrip(" \t\r\n")
-        if not text.startswith(","):
-            break
-        text = text[1:].lstrip(" \t\r\n")
-    return rows
+        elif char in (b"}", b"]"):
+            depth = max(0, depth - 1)
+        elif char == b"," and not depth:
+            parts.append(b"")
+            continue
+        parts[-1] += char
+    return [_or_none(lambda part=part: json.loads(part.decode())) for part in parts]
 
 
 def _or_none(function):

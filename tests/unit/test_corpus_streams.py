@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.corpus.readers import ReadOptions, _array_elements, read_span
+from megatron_anchor.corpus.json_arrays import Flaw, array_elements
+from megatron_anchor.corpus.readers import ReadOptions, read_span
 from megatron_anchor.corpus.sources import Source, Span, count_lines_before, plan
-from megatron_anchor.corpus.streams import CutShortError, line_blocks, pieces
+from megatron_anchor.corpus.streams import DamagedError, line_blocks, pieces
 
 DATA = st.lists(
     st.one_of(st.just(b"\n"), st.binary(max_size=9), st.just(b"xxxxxxxxxxxxxxxxxxxxxxxx")),
@@ -98,7 +99,7 @@ def test_a_stream_cut_anywhere_gives_its_whole_lines_and_says_so(tmp_path, compr
         stream = pieces(str(path), compression=compression)
         blocks = line_blocks(stream, offset=0, end=None, size=64, longest=999)
         found = []
-        with pytest.raises(CutShortError, match="ends early"):
+        with pytest.raises(DamagedError, match="ends early"):
             found.extend(block.data for block in blocks)
         found = b"".join(found)
         assert text.startswith(found)
@@ -112,21 +113,80 @@ _VALUES = st.recursive(
 )
 
 
-@given(st.lists(_VALUES, max_size=8), st.sampled_from([None, 1, "\t"]))
-@settings(deadline=None)
-def test_array_elements_are_what_json_finds(tmp_path_factory, values, indent):
-    path = tmp_path_factory.getbasetemp() / "array.json"
-    path.write_text(json.dumps(values, indent=indent))
-    found = [json.loads(element) for element in _array_elements(str(path), 1 << 20)]
-    assert found == values
+def elements(data: bytes, *, size: int = 1 << 20, longest: int = 1 << 20) -> list[bytes | Flaw]:
+    return list(array_elements(iter(cut(data, [size])), longest=longest))
 
 
-def test_a_large_array_is_read_in_pieces(tmp_path):
-    path = tmp_path / "array.json"
-    values = [{"text": "x" * 300_000, "n": i} for i in range(12)]
-    path.write_text(json.dumps(values, indent=1))
-    found = [json.loads(element) for element in _array_elements(str(path), 1 << 20)]
-    assert found == values
+@given(st.lists(_VALUES, max_size=8), st.sampled_from([None, 1, "\t"]), st.integers(1, 40))
+@settings(deadline=None, max_examples=30)
+def test_array_elements_are_what_json_finds(values, indent, size):
+    data = json.dumps(values, indent=indent, ensure_ascii=False).encode()
+    at = data.index(b"[") + 1  # the bracket comes with the first piece, as it does in files
+    pieces = [data[:at], *cut(data[at:], [size])]
+    found = list(array_elements(iter(pieces), longest=1 << 20))
+    assert [json.loads(element) for element in found] == values
+
+
+@given(st.lists(_VALUES, max_size=6), st.integers(1, 40), st.integers(1, 30))
+@settings(deadline=None, max_examples=30)
+def test_an_element_too_long_is_passed_over_alone(values, longest, size):
+    texts = [json.dumps(value).encode() for value in values]
+    data = b"[" + b" , ".join(texts) + b"\n]"
+    found = elements(data, size=size, longest=longest)
+    assert len(found) == len(texts)
+    for text, element in zip(texts, found, strict=True):
+        if isinstance(element, Flaw):
+            assert element.kind == "row too long"
+            assert len(text) + 2 > longest, "white space before a comma counts"
+            assert text.startswith(element.raw)
+        else:
+            assert element == text
+
+
+@given(st.lists(_VALUES, min_size=1, max_size=5), st.data())
+@settings(deadline=None, max_examples=30)
+def test_an_array_cut_anywhere_gives_the_elements_before_and_one_flaw(values, data):
+    texts = [json.dumps(value).encode() for value in values]
+    whole = b"[" + b",".join(texts) + b"]"
+    keep = data.draw(st.integers(1, len(whole) - 1))
+    *before, last = elements(whole[:keep])
+    assert isinstance(last, Flaw)
+    assert last.kind == "file cut short"
+    shown = b",".join([*before, *([last.raw] if last.raw else [])])
+    assert b"[" + shown == whole[:keep].rstrip(b" ").removesuffix(b",")
+
+
+@pytest.mark.parametrize("rest", [b"\n[{}]", b'{"text": "b"}', b" trailing", b"]", b","])
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_what_follows_an_array_is_one_flaw_that_shows_it(rest, size):
+    data = b'[{"text": "a"}]' + rest + b"\n"
+    first, flaw = elements(data, size=size)
+    assert first == b'{"text": "a"}'
+    assert (flaw.kind, flaw.raw) == ("data after the array", rest.strip())
+    assert elements(b'[{"text": "a"}] \n\t\n', size=size) == [first]
+
+
+def test_an_element_with_damage_inside_leaves_the_others_alone():
+    data = b'[{"a": oops}, {"b": "x"}}, , [1, {"c": "]"}], 5,\n]'
+    expected = [b'{"a": oops}', b'{"b": "x"}}', b"", b'[1, {"c": "]"}]', b"5"]
+    assert elements(data) == elements(data, size=1) == expected
+
+
+def test_an_array_far_larger_than_a_piece_is_read_once():
+    """Each byte is looked at once: a long element is not scanned again with every piece."""
+    taken = 0
+
+    def stream():
+        nonlocal taken
+        yield b'[{"text": "'
+        for _ in range(300):
+            taken += 1
+            yield b"x" * (1 << 18)
+        yield b'"}, {"text": "b"}]'
+
+    long, after = array_elements(stream(), longest=1 << 20)
+    assert (long.kind, long.raw[:10], after) == ("row too long", b'{"text": "', b'{"text": "b"}')
+    assert (taken, len(long.raw)) == (300, 1 << 16)
 
 
 def test_spans_of_tables_and_whole_files_are_planned_once_each():
