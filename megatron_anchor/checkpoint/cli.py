@@ -35,7 +35,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
-    """Run a command: an error for the user becomes a message and exit code 1, Ctrl-C exit code 130."""
+    """Run a command: errors become a message and exit code 1, Ctrl-C exit code 130."""
     for module in ("megatron", "torch.distributed.checkpoint"):  # about their own internals
         warnings.filterwarnings("ignore", module=module)
     for name in ("megatron", "torch.utils.cpp_extension"):
