@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
-from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
+from megatron_anchor.corpus.preprocess import NO_ENGINE, PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.sources import FORMATS
 
 _EXAMPLE = """\
@@ -134,8 +134,9 @@ def print_summary(summary: Summary) -> None:
         summary.prefixes, summary.documents, summary.tokens, summary.empty_documents, strict=True
     ):
         print(f"{prefix}: {documents} documents, {tokens} tokens, {empty} empty left out")
-    rate = summary.text_bytes / 1e6 / max(summary.seconds, 1e-9)
-    print(f"{summary.rows_read} rows read in {summary.seconds:.1f} s ({rate:.2f} MB/s)")
+    if summary.engine != NO_ENGINE:
+        rate = summary.processed_bytes / 1e6 / max(summary.seconds, 1e-9)
+        print(f"{summary.rows_read} rows read in {summary.seconds:.1f} s ({rate:.2f} MB/s)")
     if summary.rejected:
         kinds = ", ".join(f"{count} {kind}" for kind, count in summary.rejected.items())
         print(f"{sum(summary.rejected.values())} rows rejected ({kinds}): {summary.rejected_file}")

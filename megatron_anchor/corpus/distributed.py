@@ -141,6 +141,7 @@ def _merge(
         rejected_file=rejected_file,
         empty_documents=[manifest.empty_documents for manifest in manifests],
         text_bytes=first.text_bytes,
+        processed_bytes=sum(summary.processed_bytes for summary in summaries),
         domains=[domain.name for domain in first.domains],
         engine=summaries[0].engine,
         notes=[f"{len(summaries)} shards on Ray", *summaries[0].notes],

@@ -49,6 +49,8 @@ class KeyManifest:
     sources: list[dict[str, Any]]
     """path, bytes and rows read, in order."""
     shard: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What else decides the bytes; see `identity.lasting_identity`."""
     format: str = field(default=FORMAT)
 
     def write(self, path: Path) -> None:

@@ -219,4 +219,5 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
         domains=list(counts.values()),
         sources=list(sources.values()),
         shard=None,
+        settings=found[0].settings if all(m.settings == found[0].settings for m in found) else {},
     )

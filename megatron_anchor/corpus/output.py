@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_anchor.corpus.encoding import EncodedChunk, KeyOutput
 from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.identity import require_same
 from megatron_anchor.corpus.indexed import write_index
 from megatron_anchor.corpus.manifest import DomainCount, KeyManifest, write_domains
 
@@ -56,6 +57,23 @@ class Progress:
     """Rows read of a source, by its number."""
     complete: bool = False
 
+    @classmethod
+    def restored(cls, value: Mapping[str, Any], *, keys: int, path: Path) -> Progress:
+        """The progress that a checkpoint holds; `CorpusError` where it is none."""
+        expected = {name: type(held) for name, held in asdict(cls()).items()}
+        found = {name: type(held) for name, held in value.items()}
+        if found != expected:
+            wrong = [
+                name for name in {**expected, **found} if expected.get(name) != found.get(name)
+            ]
+            raise _lost(path, f"its {wrong[0]!r} is not what a checkpoint has")
+        progress = cls(**value)
+        counts = (progress.empty, progress.sequences, progress.documents, progress.tokens)
+        by_domain = (progress.domain_documents, progress.domain_tokens)
+        if {len(held) for held in (*counts, *by_domain)} != {keys}:
+            raise _lost(path, f"it does not count for {keys} keys")
+        return progress
+
     @property
     def rejected_rows(self) -> int:
         """Rows that gave no document because they are bad."""
@@ -86,7 +104,7 @@ class CorpusOutput:
             )
         self.folder = Path(f"{prefix}.partial")
         self._level = level
-        self._identity = json.loads(json.dumps(identity))
+        self.identity = dict(identity)
         self._every = checkpoint_seconds
         self._last = time.monotonic()
         self._files: dict[str, BinaryIO] = {}
@@ -101,6 +119,11 @@ class CorpusOutput:
     def rejected_path(self) -> Path:
         """The side file of rejected rows."""
         return Path(f"{self.prefix}.rejected.jsonl")
+
+    @property
+    def final_paths(self) -> list[Path]:
+        """All files of a finished run but the list of rejected rows, which may have none."""
+        return [path for name, path in self._finals().items() if name != "rejected"]
 
     def _finals(self) -> dict[str, Path]:
         """Stream name -> final path, in the order of renaming: an index makes a corpus whole."""
@@ -136,8 +159,10 @@ class CorpusOutput:
                 if path.name != "lock":
                     path.unlink()
         if state.exists():
-            self.progress = Progress(**json.loads(state.read_text()))
-            self._check_identity()
+            require_same(self._read_json("run.json"), self.identity)
+            self.progress = Progress.restored(
+                self._read_json("state.json"), keys=len(self.keys), path=state
+            )
         else:
             count = len(self.keys)
             self.progress.empty = [0] * count
@@ -146,7 +171,7 @@ class CorpusOutput:
             self.progress.tokens = [0] * count
             self.progress.domain_documents = [[] for _ in self.keys]
             self.progress.domain_tokens = [[] for _ in self.keys]
-            self._write_json("run.json", self._identity)
+            self._write_json("run.json", self.identity)
         self._domain_ids = {name: id_ for id_, name in enumerate(self.progress.domains)}
         if not self.progress.complete:
             self._open_streams()
@@ -166,15 +191,6 @@ class CorpusOutput:
                         f"another run is writing {self.folder}; wait for it to end"
                     ) from error
                 time.sleep(0.1)
-
-    def _check_identity(self) -> None:
-        before = json.loads((self.folder / "run.json").read_text())
-        for name in {**before, **self._identity}:
-            if before.get(name) != self._identity.get(name):
-                raise CorpusError(
-                    f"--resume: {name} was {_short(before.get(name))} in the unfinished run and is "
-                    f"{_short(self._identity.get(name))} now; use --overwrite to begin anew"
-                )
 
     def _open_streams(self) -> None:
         names = [f"{i}.{ending}" for i in range(len(self.keys)) for ending in _STREAMS]
@@ -268,6 +284,15 @@ class CorpusOutput:
         except OSError as error:
             raise CorpusError(f"{self.folder} cannot be written: {error.strerror}") from error
         self._last = time.monotonic()
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _lost(self.folder / name, str(error)) from error
+        if not isinstance(value, dict):
+            raise _lost(self.folder / name, f"it holds a JSON {type(value).__name__}")
+        return value
 
     def _write_json(self, name: str, value: object) -> None:
         temporary = self.folder / f"{name}.new"
@@ -363,6 +388,8 @@ class CorpusOutput:
             self._lock_file.close()
 
 
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+def _lost(path: Path, why: str) -> CorpusError:
+    return CorpusError(
+        f"--resume: {path} does not say where the unfinished run stands ({why}); use --overwrite "
+        "to begin anew"
+    )

@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tqdm import tqdm
 
 from megatron_anchor.corpus.encoding import EncodeConfig
 from megatron_anchor.corpus.errors import CorpusError, RowError
-from megatron_anchor.corpus.indexed import token_dtype
-from megatron_anchor.corpus.manifest import KeyManifest, read_manifest
+from megatron_anchor.corpus.identity import (
+    lasting_identity,
+    require_finished_same,
+    run_identity,
+)
+from megatron_anchor.corpus.indexed import idx_path, token_dtype
+from megatron_anchor.corpus.manifest import KeyManifest, manifest_path
 from megatron_anchor.corpus.output import CorpusOutput, Progress
 from megatron_anchor.corpus.pool import make_pool
 from megatron_anchor.corpus.readers import Chunk, ReadOptions, read_span
@@ -37,6 +42,7 @@ from megatron_anchor.corpus.tokenizers import (
     load_tokenizer,
 )
 
+NO_ENGINE = "none"
 _SAMPLE_TEXTS = 64
 _SAMPLE_CHARACTERS = 4_000
 _CHUNK_KB = 256  # for a worker process: some tenths of a second of work
@@ -91,7 +97,7 @@ class PreprocessConfig:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did; `seconds` is the only field that differs between equal runs."""
+    """What a run did; only the times and `processed_bytes` differ between equal corpora."""
 
     prefixes: list[str]
     documents: list[int]
@@ -101,6 +107,8 @@ class Summary:
     rejected_file: str | None
     empty_documents: list[int]
     text_bytes: int
+    processed_bytes: int
+    """Of `text_bytes`, what this run did; less where it went on from an earlier one."""
     domains: list[str]
     engine: str
     notes: list[str]
@@ -126,18 +134,19 @@ def preprocess(config: PreprocessConfig) -> Summary:
         )
     splitter = _splitter(config)
     spans = _plan(config, sources)
+    identity = run_identity(config, sources, tokenizer.fingerprint())
     output = CorpusOutput(
         config.output_prefix,
         keys=config.json_keys,
         level="sentence" if config.split_sentences else "document",
         dtype=token_dtype(tokenizer.vocab_size),
-        identity=_identity(config, sources, tokenizer.fingerprint()),
+        identity=identity,
         resume=config.resume,
         overwrite=config.overwrite,
         checkpoint_seconds=config.checkpoint_seconds,
     )
     if output.already_finished:
-        return _finished_before(config, output)
+        return _finished_before(config, output, identity)
     try:
         return _process(config, output, tokenizer, sources, spans, splitter, began=began)
     except BaseException:
@@ -170,7 +179,7 @@ def _process(
         splitter=splitter,
         threads=workers if recipe.shares_threads else 1,
     )
-    ready = time.monotonic()
+    ready, bytes_before = time.monotonic(), output.progress.text_bytes
     if not output.progress.complete:
         ready = _run(config, output, sources, spans, encode, workers=workers)
         _check_not_empty(config, output)
@@ -182,6 +191,7 @@ def _process(
         engine=recipe.name,
         began=began,
         ready=ready,
+        bytes_before=bytes_before,
     )
 
 
@@ -229,19 +239,6 @@ def _plan(config: PreprocessConfig, sources: list[Source]) -> list[Span]:
 
         rows = [count_rows(source, _read_options(config)) for source in sources]
     return plan(sources, shard=shard, rows=rows)
-
-
-def _identity(config: PreprocessConfig, sources: list[Source], fingerprint: str) -> dict[str, Any]:
-    """What decides the bytes of the result; a resumed run must agree in all of it."""
-    free = {"input", "tokenizer", "workers", "on_error", "resume", "overwrite", "progress"}
-    free |= {"chunk_kb", "checkpoint_seconds", "output_prefix", "punkt_path"}
-    settings = {key: value for key, value in asdict(config).items() if key not in free}
-    return {
-        **settings,
-        "tokenizer": fingerprint,
-        "affixes": not config.tokenizer.tokenizer_hf_no_include_special_tokens,
-        "sources": [source.identity for source in sources],
-    }
 
 
 def _chunks(
@@ -398,6 +395,7 @@ def _manifest_fields(
             if str(number) in rows
         ],
         "shard": config.shard,
+        "settings": lasting_identity(output.identity),
     }
 
 
@@ -409,6 +407,7 @@ def _summary(
     engine: str,
     began: float,
     ready: float,
+    bytes_before: int,
 ) -> Summary:
     first = manifests[0]
     return Summary(
@@ -420,6 +419,7 @@ def _summary(
         rejected_file=str(output.rejected_path) if first.rejected else None,
         empty_documents=[manifest.empty_documents for manifest in manifests],
         text_bytes=first.text_bytes,
+        processed_bytes=first.text_bytes - bytes_before,
         domains=[domain.name for domain in first.domains],
         engine=engine,
         notes=notes,
@@ -428,14 +428,27 @@ def _summary(
     )
 
 
-def _finished_before(config: PreprocessConfig, output: CorpusOutput) -> Summary:
-    manifests = [read_manifest(output.corpus_prefix(key)) for key in config.json_keys]
-    found = [manifest for manifest in manifests if manifest is not None]
-    if len(found) != len(manifests):
+def _finished_before(
+    config: PreprocessConfig, output: CorpusOutput, identity: Mapping[str, Any]
+) -> Summary:
+    prefixes = [output.corpus_prefix(key) for key in config.json_keys]
+    missing = [path for path in output.final_paths if not path.exists()]
+    if missing:
         raise CorpusError(
-            f"--resume: {output.corpus_prefix(config.json_keys[0])} exists without a manifest, so "
-            "it is not known what it holds; use --overwrite to make it anew"
+            f"--resume: {missing[0]} is missing beside what was finished before, so it is not "
+            "known what that holds; use --overwrite to make it anew"
         )
+    manifests = [KeyManifest.read(manifest_path(prefix)) for prefix in prefixes]
+    for prefix, manifest in zip(prefixes, manifests, strict=True):
+        require_finished_same(manifest, identity, finished=idx_path(prefix))
     now = time.monotonic()
     note = "the corpus was finished already; nothing was done"
-    return _summary(output, found, notes=[note], engine="none", began=now, ready=now)
+    return _summary(
+        output,
+        manifests,
+        notes=[note],
+        engine=NO_ENGINE,
+        began=now,
+        ready=now,
+        bytes_before=manifests[0].text_bytes,
+    )

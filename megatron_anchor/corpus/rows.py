@@ -6,6 +6,8 @@ texts + rejected rows.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,10 +17,9 @@ from megatron_anchor.corpus.errors import Rejection
 from megatron_anchor.corpus.pretokenized import SpanError, split_spans
 from megatron_anchor.corpus.readers import BOM, Chunk
 
-try:
-    import orjson
-except ImportError:
-    orjson = None  # type: ignore[assignment]
+_quick: Any = None
+with contextlib.suppress(ImportError):
+    _quick = importlib.import_module("orjson")
 
 _MISSING = object()
 
@@ -128,9 +129,9 @@ def _load(raw: bytes, *, quick: bool) -> Any:
 
     Numbers over 64 bits differ between the two, so `quick` is off where numbers matter.
     """
-    if quick and orjson is not None:
+    if quick and _quick is not None:
         try:
-            return orjson.loads(raw)
+            return _quick.loads(raw)
         except ValueError:
             pass
     text = _decoded(raw)

@@ -196,26 +196,123 @@ def test_a_stop_at_a_bad_row_goes_on_with_skip(tmp_path):
     assert corpus_files(tmp_path / "out") == corpus_files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"append_eod": True}, "append_eod"),
-        ({"json_keys": ("body",)}, "json_keys"),
-        ({"tokenizer": TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)}, "tokenizer"),
-    ],
-)
-def test_resume_refuses_other_settings(tmp_path, change, named):
-    config = _unfinished(tmp_path)
-    with pytest.raises(CorpusError, match=f"--resume: {named} was"):
-        preprocess(PreprocessConfig(**{**config, "resume": True, **change}))
+def _finished(tmp_path: Path) -> dict:
+    source = write_jsonl(tmp_path / "in.jsonl", texts()[:4])
+    config = {"input": (str(source),), "output_prefix": str(tmp_path / "out"), "tokenizer": BYTES}
+    config |= {"workers": 1, "progress": False}
+    preprocess(PreprocessConfig(**config))
+    return config
 
 
-def test_resume_refuses_a_changed_input(tmp_path):
-    config = _unfinished(tmp_path)
-    with open(config["input"][0], "a") as stream:
+def _grown(path: Path) -> None:
+    with open(path, "a") as stream:
         stream.write('{"text": "more"}\n')
-    with pytest.raises(CorpusError, match="--resume: sources was"):
+
+
+def _same_size(path: Path) -> None:
+    path.write_text(path.read_text().replace("e", "a"))
+    os.utime(path, ns=(later := time.time_ns() + 5_000_000, later))
+
+
+CHANGES = [
+    ({"append_eod": True}, None, "append_eod false -> true"),
+    ({"tokenizer": TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)}, None, "tokeni"),
+    ({"domain": ("web",)}, None, "domain"),
+    ({"max_row_mb": 7}, None, "max_row_mb 100 -> 7"),
+    ({"shard": "0/1"}, None, 'shard null -> "0/1"'),
+    ({}, _grown, r"in.jsonl:? size"),
+    ({}, _same_size, r"in.jsonl(: written after| mtime_ns)"),
+]
+
+
+@pytest.mark.parametrize("state", [_unfinished, _finished])
+@pytest.mark.parametrize(("settings", "edit", "named"), CHANGES, ids=range(len(CHANGES)))
+def test_resume_refuses_what_changed_and_shows_only_that(tmp_path, state, settings, edit, named):
+    config = state(tmp_path)
+    before = corpus_files(tmp_path / "out")
+    if edit:
+        edit(tmp_path / "in.jsonl")
+    with pytest.raises(CorpusError, match=f"made otherwise.*{named}") as caught:
+        preprocess(PreprocessConfig(**{**config, "resume": True, **settings}))
+    assert str(caught.value).count("->") <= 3, "what is the same is not listed"
+    assert corpus_files(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("state", [_unfinished, _finished])
+def test_resume_refuses_other_inputs(tmp_path, state):
+    config = state(tmp_path)
+    more = write_jsonl(tmp_path / "more.jsonl", ["a"])
+    for inputs, named in (
+        ((*config["input"], str(more)), r"more.jsonl.*(new|after)"),
+        ((str(more),), r"(in.jsonl|more.jsonl)"),
+    ):
+        with pytest.raises(CorpusError, match=f"made otherwise.*{named}"):
+            preprocess(PreprocessConfig(**{**config, "resume": True, "input": inputs}))
+
+
+def test_resume_refuses_other_keys_of_an_unfinished_run(tmp_path):
+    config = _unfinished(tmp_path)
+    with pytest.raises(CorpusError, match=r"json_keys \[\"text\"\] -> \[\"body\"\]"):
+        preprocess(PreprocessConfig(**{**config, "resume": True, "json_keys": ("body",)}))
+
+
+def test_resuming_a_finished_corpus_does_nothing_and_claims_no_speed(tmp_path, capsys):
+    from megatron_anchor.corpus.cli_preprocess import print_summary
+
+    config = _finished(tmp_path)
+    before = corpus_files(tmp_path / "out")
+    again = preprocess(PreprocessConfig(**{**config, "resume": True, "on_error": "skip"}))
+    assert (again.processed_bytes, again.documents) == (0, [4])
+    assert "nothing was done" in again.notes[0]
+    print_summary(again)
+    assert "MB/s" not in capsys.readouterr().out
+    assert corpus_files(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("ending", ["idx", "bin", "domains.npy", "manifest.json"])
+def test_a_corpus_that_lost_a_file_is_not_taken_for_a_finished_one(tmp_path, ending):
+    config = _finished(tmp_path)
+    (tmp_path / f"out_text_document.{ending}").unlink()
+    with pytest.raises(CorpusError, match=f"{ending} is missing.*--overwrite"):
         preprocess(PreprocessConfig(**{**config, "resume": True}))
+
+
+@pytest.mark.parametrize("name", ["state.json", "run.json"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b"{}", b'{"span": "x"}', None]
+)
+def test_a_damaged_checkpoint_is_told_and_not_used(tmp_path, name, content):
+    config = _unfinished(tmp_path)
+    path = tmp_path / "out.partial" / name
+    if content is None:  # whole, but of a run with two keys
+        value = json.loads(path.read_text()) if name == "state.json" else []
+        if isinstance(value, dict):
+            value["tokens"] = [1, 2]
+        path.write_text(json.dumps(value))
+    else:
+        path.write_bytes(content)
+    with pytest.raises(CorpusError, match=r"(state|run).json.*--overwrite|made otherwise"):
+        preprocess(PreprocessConfig(**{**config, "resume": True}))
+    with pytest.raises(CorpusError, match="not a string"):
+        preprocess(PreprocessConfig(**{**config, "overwrite": True}))
+
+
+def test_a_resumed_run_states_what_it_did_itself(tmp_path):
+    config = _unfinished(tmp_path)
+    done = preprocess(PreprocessConfig(**{**config, "resume": True, "on_error": "skip"}))
+    assert 0 < done.processed_bytes < done.text_bytes
+
+
+def test_a_stop_at_a_bad_row_says_how_to_go_on_from_what_is_kept(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [*texts(), 7])
+    config = {"input": (str(source),), "tokenizer": BYTES, "workers": 1, "progress": False}
+    with pytest.raises(CorpusError, match=r"--on-error skip --resume from .*out.partial"):
+        preprocess(PreprocessConfig(**config, output_prefix=str(tmp_path / "out"), chunk_kb=8))
+    source = write_jsonl(tmp_path / "first.jsonl", [7])
+    config["input"] = (str(source),)
+    with pytest.raises(CorpusError, match="run again with --on-error skip") as caught:
+        preprocess(PreprocessConfig(**config, output_prefix=str(tmp_path / "none")))
+    assert "--resume" not in str(caught.value)
 
 
 def test_resume_refuses_streams_that_lost_data(tmp_path):
