@@ -52,12 +52,15 @@ class Files:
         """Fill ``out`` with the bytes from ``offset`` on.
 
         Raises:
-            CheckpointError: if the file ends before.
+            CheckpointError: if the file ends before, or cannot be read.
         """
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY)
         while out:
-            count = os.preadv(self._open[path], [out], offset)
+            try:
+                if path not in self._open:
+                    self._open[path] = os.open(path, os.O_RDONLY)
+                count = os.preadv(self._open[path], [out], offset)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
             if not count:
                 raise CheckpointError(f"{path} ends at byte {offset}: truncated; fetch it again")
             out, offset = out[count:], offset + count

@@ -277,3 +277,18 @@ def test_a_trained_bias_is_not_lost_to_a_model_without_it(tmp_path):
         tmp_path=tmp_path,
         like=tmp_path / "hf",
     )
+
+
+def test_a_full_disk_leaves_nothing_and_says_where(copy, tmp_path, monkeypatch):
+    from megatron_anchor.checkpoint import torch_dist_writer
+
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch_dist_writer.TorchDistWriter, "add_chunk", full)
+    refused(
+        convert_to_megatron,
+        copy / "hf",
+        "out cannot be written: No space left on device",
+        tmp_path=tmp_path,
+    )
