@@ -85,3 +85,6 @@ def run(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | No
         return 130
     except BrokenPipeError:
         return 1
+    except OSError as error:  # a folder without rights, a disk that went away
+        print(f"error: {error}", file=sys.stderr)
+        return 1

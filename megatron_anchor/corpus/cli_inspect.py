@@ -13,7 +13,7 @@ from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tok
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.inspection import PERCENTILES, Report, inspect_corpus
-from megatron_anchor.corpus.manifest import read_manifest
+from megatron_anchor.corpus.manifest import KeyManifest, read_manifest
 from megatron_anchor.corpus.pictures import draw_lengths
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
 
@@ -77,21 +77,33 @@ def _check_same(prefix: str, tokenizer: Tokenizer) -> None:
     manifest = read_manifest(prefix)
     if manifest is None:
         return
-    own, theirs = tokenizer.fingerprint(), manifest.tokenizer["fingerprint"]
+    own, theirs = tokenizer.fingerprint(), manifest.tokenizer.get("fingerprint")
     if own != theirs:
+        made = manifest.tokenizer.get("path") or manifest.tokenizer.get("kind")
         print(
-            f"note: the corpus was made with another tokenizer ({manifest.tokenizer['path']}, "
-            f"fingerprint {theirs}) than the one given ({own})",
+            f"note: the corpus was made with another tokenizer ({made}, fingerprint {theirs}) than "
+            f"the one given ({own})",
             file=sys.stderr,
         )
+
+
+def _flags_of(manifest: KeyManifest | None) -> str:
+    """The tokenizer flags that the corpus was made with, as far as its manifest tells."""
+    if manifest is None:
+        return "--tokenizer-model"
+    made = manifest.tokenizer
+    if made.get("path"):
+        return f"--tokenizer-model {made['path']}, with which the corpus was made"
+    types = {"bytes": "ByteLevelTokenizer", "null": "NullTokenizer"}
+    flags = f"--tokenizer-type {types.get(made.get('kind', ''), '...')}"
+    return f"{flags} --vocab-size ..." if made.get("kind") == "null" else flags
 
 
 def _show_document(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer | None) -> int:
     ids = IndexedCorpus.open(prefix).document(args.document)
     if tokenizer is None:
         manifest = read_manifest(prefix)
-        hint = f" (made with {manifest.tokenizer['path']})" if manifest else ""
-        raise CorpusError(f"--document needs the tokenizer: give --tokenizer-model{hint}")
+        raise CorpusError(f"--document needs the tokenizer: give {_flags_of(manifest)}")
     shown = ids[: args.max_tokens]
     text = tokenizer.native_engine.decode(shown.tolist())
     if args.json:

@@ -24,7 +24,7 @@ _EXAMPLE = """\
 
 def parser() -> argparse.ArgumentParser:
     """All flags."""
-    parser = make_parser("Merge .bin/.idx corpora, in the order given.", _EXAMPLE)
+    parser = make_parser("Merge .bin/.idx corpora: in the order given, shards in theirs.", _EXAMPLE)
     add = parser.add_argument
     add(
         "--input",
@@ -34,6 +34,11 @@ def parser() -> argparse.ArgumentParser:
         help="prefixes without .bin/.idx, or patterns in quotes (sorted by the numbers in them)",
     )
     add("--output-prefix", required=True, metavar="PREFIX")
+    add(
+        "--allow-missing-shards",
+        action="store_true",
+        help="merge the shards of a job array though some are not there",
+    )
     add("--overwrite", action="store_true", help="replace what is there")
     add("--json", action="store_true", help="print the result as JSON")
     add("--no-progress", action="store_true", help="no progress bar")
@@ -69,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prefixes,
         args.output_prefix,
         overwrite=args.overwrite,
+        allow_missing_shards=args.allow_missing_shards,
         progress=not args.no_progress and not args.json,
     )
     corpus = IndexedCorpus.open(args.output_prefix)

@@ -116,11 +116,22 @@ class IndexedCorpus:
             raise CorpusError(
                 f"document {index} asked of {self.prefix}, which holds 0 to {len(self) - 1}"
             )
-        first, last = self.document_indices[index], self.document_indices[index + 1]
+        first, last = map(int, self.document_indices[index : index + 2])
         if first == last:
             return self.tokens[:0]
+        if not 0 <= first < last <= len(self.lengths):
+            raise self._damaged(index, f"its sequences would be {first} to {last - 1}")
         start = int(self.pointers[first]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[first:last].sum(dtype=np.int64))]
+        end = start + int(self.lengths[first:last].sum(dtype=np.int64))
+        if not 0 <= start <= end <= len(self.tokens):
+            raise self._damaged(index, f"its tokens would be {start} to {end - 1}")
+        return self.tokens[start:end]
+
+    def _damaged(self, index: int, why: str) -> CorpusError:
+        return CorpusError(
+            f"{idx_path(self.prefix)} is damaged at document {index}: {why}, of "
+            f"{len(self.lengths)} sequences and {len(self.tokens)} tokens; make the corpus again"
+        )
 
     def document_lengths(self) -> np.ndarray:
         """Tokens of every document, int64 [documents]."""

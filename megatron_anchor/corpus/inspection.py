@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path
-from megatron_anchor.corpus.manifest import read_domains, read_manifest
+from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.index_checks import index_problems, named
+from megatron_anchor.corpus.indexed import IndexedCorpus
+from megatron_anchor.corpus.manifest import KeyManifest, read_domains, read_manifest
 
 ALL = "all"
 PERCENTILES = (50, 90, 99, 100)
 _BLOCK = 1 << 24  # tokens checked at once
-_SHOWN = 5  # offenders named in a message
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,16 @@ def inspect_corpus(
                 problems.append(f"the manifest states {stated} {what}, the corpus holds {held}")
     lengths = _safe_lengths(corpus)
     edges = length_edges(int(lengths.max(initial=1)))
-    named = read_domains(prefix)
     domains = [_domain_lengths(ALL, lengths, edges)]
-    if named is not None and len(named[1]) == len(lengths):
-        names, ids = named
+    try:
+        recorded = read_domains(prefix)
+    except CorpusError as error:
+        problems.append(str(error))
+        recorded = None
+    if recorded is not None and manifest is not None and len(recorded[1]) == len(lengths):
+        names, ids = recorded
         found = [_domain_lengths(name, lengths[ids == i], edges) for i, name in enumerate(names)]
+        problems += _count_problems(found, manifest)
         domains += sorted(found, key=lambda domain: -domain.tokens)
     return Report(
         prefix=str(prefix),
@@ -82,6 +88,15 @@ def inspect_corpus(
         domains=tuple(domains),
         problems=tuple(problems),
     )
+
+
+def _count_problems(found: Sequence[DomainLengths], manifest: KeyManifest) -> list[str]:
+    return [
+        f"the manifest states {stated.documents} documents and {stated.tokens} tokens of the "
+        f"domain {stated.name!r}, the corpus holds {held.documents} and {held.tokens}"
+        for stated, held in zip(manifest.domains, found, strict=True)
+        if (stated.documents, stated.tokens) != (held.documents, held.tokens)
+    ]
 
 
 def length_edges(longest: int) -> np.ndarray:
@@ -113,45 +128,21 @@ def _safe_lengths(corpus: IndexedCorpus) -> np.ndarray:
     indices = corpus.document_indices
     if not len(indices) or indices.min() < 0 or indices.max() > len(corpus.lengths):
         return np.empty(0, dtype=np.int64)
-    return corpus.document_lengths()
+    lengths = corpus.document_lengths()
+    return lengths if not len(lengths) or lengths.min() >= 0 else np.empty(0, dtype=np.int64)
 
 
 def verify(
     corpus: IndexedCorpus, *, vocab_size: int | None = None, eod_id: int | None = None
 ) -> list[str]:
     """Every way in which `.bin` and `.idx` disagree or tokens are not what they should be."""
-    problems = _index_problems(corpus)
+    problems = index_problems(corpus)
     if problems:
         return problems  # offsets cannot be trusted: what follows would read at wrong places
     if vocab_size is not None:
         problems += _vocabulary_problems(corpus, vocab_size)
     if eod_id is not None:
         problems += _eod_problems(corpus, eod_id)
-    return problems
-
-
-def _index_problems(corpus: IndexedCorpus) -> list[str]:
-    problems = []
-    lengths, indices = corpus.lengths, corpus.document_indices
-    if not len(indices) or indices[0] != 0:
-        problems.append("the first document index is not 0")
-    elif indices[-1] != len(lengths):
-        problems.append(
-            f"the last document index is {indices[-1]}, but there are {len(lengths)} sequences"
-        )
-    if len(indices) > 1:
-        problems += _named("document indices fall", np.flatnonzero(np.diff(indices) < 0))
-    problems += _named("sequences with a negative length", np.flatnonzero(lengths < 0))
-    ends = np.cumsum(lengths, dtype=np.int64)
-    starts = np.concatenate(([0], ends[:-1])) if len(ends) else ends
-    itemsize = corpus.dtype.itemsize
-    problems += _named(
-        "sequences whose offset is not the sum of the lengths before",
-        np.flatnonzero(corpus.pointers != starts * itemsize),
-    )
-    held, stated = len(corpus.tokens), int(ends[-1]) if len(ends) else 0
-    if held != stated:
-        problems.append(f"{bin_path(corpus.prefix)} holds {held} tokens, the index states {stated}")
     return problems
 
 
@@ -176,18 +167,13 @@ def _document_of(corpus: IndexedCorpus, token: int) -> int:
 
 def _eod_problems(corpus: IndexedCorpus, eod_id: int) -> list[str]:
     first, last = corpus.document_indices[:-1], corpus.document_indices[1:] - 1
-    filled = np.flatnonzero(last >= first)
-    sequences = last[filled]
+    empty = last < first
+    sequences = last[~empty]
     ends = corpus.pointers[sequences] // corpus.dtype.itemsize + corpus.lengths[sequences] - 1
-    wrong = filled[corpus.tokens[ends] != eod_id] if len(ends) else filled
-    empty = np.flatnonzero(last < first)
-    return _named(f"documents that do not end with eod {eod_id}", wrong) + _named(
-        "documents without tokens", empty
-    )
-
-
-def _named(what: str, places: Sequence[int] | np.ndarray) -> list[str]:
-    if not len(places):
-        return []
-    shown = ", ".join(str(int(place)) for place in places[:_SHOWN])
-    return [f"{len(places)} {what}, at {shown}{', ...' if len(places) > _SHOWN else ''}"]
+    wrong = np.zeros(len(last), dtype=bool)
+    if len(ends):
+        wrong[~empty] = corpus.tokens[ends] != eod_id
+    return [
+        *named(f"documents that do not end with eod {eod_id}", [wrong]),
+        *named("documents without tokens", [empty]),
+    ]

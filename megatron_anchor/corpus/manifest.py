@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_anchor.corpus.errors import CorpusError
-from megatron_anchor.corpus.id_arrays import map_ids
+from megatron_anchor.corpus.id_arrays import map_ids, require_below
 
 FORMAT = "megatron_anchor corpus 1"
 
@@ -62,12 +62,16 @@ class KeyManifest:
         """Read; `CorpusError` where the file is no manifest of this format."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-            if value.get("format") != FORMAT:
-                raise CorpusError(f"{path} has format {value.get('format')!r}, expected {FORMAT!r}")
+            form = value["format"]
             value["domains"] = [DomainCount(**domain) for domain in value["domains"]]
-            return cls(**value)
-        except (OSError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-            raise CorpusError(f"{path} is no corpus manifest: {error}") from error
+            manifest = cls(**value)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorpusError(
+                f"{path} is no corpus manifest ({type(error).__name__}: {error})"
+            ) from error
+        if form != FORMAT:
+            raise CorpusError(f"{path} has format {form!r}, expected {FORMAT!r}")
+        return manifest
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -87,17 +91,25 @@ def read_manifest(prefix: str | Path) -> KeyManifest | None:
 
 
 def read_domains(prefix: str | Path) -> tuple[list[str], np.ndarray] | None:
-    """Domain names by id, and the id of every document (int32, mapped); None where not recorded."""
+    """Domain names by id, and the id of every document (int32, mapped).
+
+    None for a corpus without a manifest, which was made by another tool.
+
+    Raises:
+        CorpusError: the file of ids is missing, is no such file, or does not fit the manifest.
+    """
     manifest = read_manifest(prefix)
-    if manifest is None or not domains_path(prefix).exists():
+    if manifest is None:
         return None
-    remedy = "write the corpus again with tools/preprocess_data.py"
-    ids = map_ids(domains_path(prefix), what="the file of domains", remedy=remedy)
+    remedy, what = "write the corpus again with tools/preprocess_data.py", "the file of domains"
+    ids = map_ids(domains_path(prefix), what=what, remedy=remedy)
     if len(ids) != manifest.documents:
         raise CorpusError(
             f"{domains_path(prefix)} has {len(ids)} entries, the manifest {manifest.documents} "
             f"documents: the files do not belong together; {remedy}"
         )
+    what = f"{what} {domains_path(prefix)}"
+    require_below(ids, len(manifest.domains), what=what, of="domain", remedy=remedy)
     return [domain.name for domain in manifest.domains], ids
 
 

@@ -11,12 +11,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
 
 from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.index_checks import require_sound
 from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path, idx_path, write_index
 from megatron_anchor.corpus.manifest import (
     DomainCount,
@@ -27,6 +28,7 @@ from megatron_anchor.corpus.manifest import (
     read_manifest,
     write_domains,
 )
+from megatron_anchor.corpus.shards import is_one_run, shard_order
 
 _BLOCK = 1 << 20  # elements moved at once
 
@@ -36,11 +38,7 @@ class _Part:
     prefix: Path
     corpus: IndexedCorpus
     manifest: KeyManifest | None
-
-    @property
-    def name(self) -> str:
-        """The domain of a corpus that has no manifest."""
-        return self.prefix.name
+    domains: tuple[list[str], np.ndarray] | None
 
 
 def merge_corpora(
@@ -48,9 +46,10 @@ def merge_corpora(
     output_prefix: str | Path,
     *,
     overwrite: bool = False,
+    allow_missing_shards: bool = False,
     progress: bool = True,
 ) -> KeyManifest | None:
-    """Merge corpora in the order given into one at `output_prefix`.
+    """Merge corpora into one at `output_prefix`: in the order given, shards in their own order.
 
     Returns the merged manifest, None where no part has one. Raises `CorpusError` where parts do not
     fit together or the output exists. Nothing carries a final name before all is written.
@@ -66,11 +65,15 @@ def merge_corpora(
         raise CorpusError(f"{existing[0]} exists; choose another output prefix or --overwrite")
     parts = [_open(prefix) for prefix in prefixes]
     _check_fit(parts)
+    order = shard_order(
+        [(part.prefix, part.manifest) for part in parts], allow_missing=allow_missing_shards
+    )
+    parts = [parts[place] for place in order]
     names = _domain_names(parts)
     folder = Path(f"{out}.merging")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     try:
+        folder.mkdir(parents=True)
         _write_streams(parts, folder, names, progress=progress)
         manifest = _merged_manifest(parts, names)
         dtype = parts[0].corpus.dtype
@@ -97,21 +100,15 @@ def merge_corpora(
 
 def _open(prefix: str | Path) -> _Part:
     corpus = IndexedCorpus.open(prefix)
-    held = len(corpus.tokens)
-    expected = int(corpus.lengths.sum(dtype=np.int64))
-    if held != expected:
-        raise CorpusError(
-            f"{bin_path(prefix)} holds {held} tokens, its index {expected}: do not merge it; "
-            "tools/inspect_corpus.py tells more"
-        )
-    return _Part(Path(prefix), corpus, read_manifest(prefix))
+    require_sound(corpus)
+    return _Part(Path(prefix), corpus, read_manifest(prefix), read_domains(prefix))
 
 
 def _check_fit(parts: Sequence[_Part]) -> None:
     """Refuse to mix dtypes, keys, levels, eod settings or tokenizers."""
     first = parts[0]
     for part in parts[1:]:
-        pairs = [("dtype", first.corpus.dtype, part.corpus.dtype)]
+        pairs: list[tuple[str, Any, Any]] = [("dtype", first.corpus.dtype, part.corpus.dtype)]
         a, b = first.manifest, part.manifest
         if (a is None) != (b is None):
             without = first if a is None else part
@@ -128,8 +125,8 @@ def _check_fit(parts: Sequence[_Part]) -> None:
             pairs.append(
                 (
                     "tokenizer fingerprint",
-                    a.tokenizer["fingerprint"],
-                    b.tokenizer["fingerprint"],
+                    a.tokenizer.get("fingerprint"),
+                    b.tokenizer.get("fingerprint"),
                 )
             )
         for what, left, right in pairs:
@@ -171,9 +168,8 @@ def _write_streams(
             _copy(corpus.lengths, lengths)
             _copy(corpus.document_indices[1:], ends, plus=sequences)
             sequences += len(corpus.lengths)
-            found = read_domains(part.prefix)
-            if found is not None:
-                own, ids = found
+            if part.domains is not None:
+                own, ids = part.domains
                 _copy(ids, domains, table=np.array([codes[name] for name in own], dtype=np.int32))
 
 
@@ -203,6 +199,8 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
             held = sources.setdefault((source["path"], source["bytes"]), {**source, "rows": 0})
             held["rows"] += source["rows"]
 
+    whole = is_one_run([(part.prefix, part.manifest) for part in parts])
+
     def total(name: str) -> int:
         return sum(getattr(manifest, name) for manifest in found)
 
@@ -219,5 +217,5 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
         domains=list(counts.values()),
         sources=list(sources.values()),
         shard=None,
-        settings=found[0].settings if all(m.settings == found[0].settings for m in found) else {},
+        settings=found[0].settings if whole else {},
     )

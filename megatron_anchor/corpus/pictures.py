@@ -48,7 +48,10 @@ def draw_lengths(
     axes.spines[["top", "right"]].set_visible(False)
     if len(groups) > 1:
         axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=120, format="png")
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise CorpusError(f"--png {path} cannot be written: {error.strerror}") from error
 
 
 def _short(number: int) -> str:

@@ -9,6 +9,7 @@ domain's tokens miss its budget by less than twice its longest document, always.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ import numpy as np
 
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.id_arrays import map_ids, require_below
+from megatron_anchor.corpus.index_checks import require_sound
 from megatron_anchor.corpus.indexed import IndexedCorpus, idx_path
 from megatron_anchor.corpus.manifest import read_domains
 
@@ -121,6 +123,8 @@ def parse_mixture(text: str) -> dict[str, float]:
             share = -1.0
         if not name.strip() or not equals or not 0 <= share < float("inf"):
             raise CorpusError(f"--mixture: {part!r} is not of the form NAME=SHARE with SHARE >= 0")
+        if name.strip() in mixture:
+            raise CorpusError(f"--mixture names {name.strip()!r} twice; give each domain one share")
         mixture[name.strip()] = share
     if not sum(mixture.values()):
         raise CorpusError("--mixture: all shares are 0")
@@ -172,6 +176,7 @@ def make_document_list(
     if not 0 < short_weight <= 1:
         raise CorpusError(f"--short-weight {short_weight}: expected above 0 and at most 1")
     corpus = IndexedCorpus.open(prefix)
+    require_sound(corpus)
     lengths = corpus.document_lengths()
     names, domains = _domains(prefix, len(lengths))
     held = np.bincount(domains, weights=lengths, minlength=len(names)).astype(np.int64)
@@ -187,6 +192,11 @@ def make_document_list(
         short_weight=short_weight,
         seed=seed,
     )
+    if not len(ids):
+        raise CorpusError(
+            f"--tokens {wanted} is too little to draw a single document; ask for more (the corpus "
+            f"has {lengths.sum()} tokens in {len(lengths)} documents)"
+        )
     everything = np.arange(len(lengths))
     described = DocumentList(
         corpus=str(prefix),
@@ -282,16 +292,21 @@ def _shares(
 
 
 def _write(path: Path, ids: np.ndarray, described: DocumentList) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".new")
     beside = path.with_suffix(".json")
+    temporary = [other.with_name(other.name + ".new") for other in (beside, path)]
     try:
-        with open(temporary, "wb") as stream:
-            np.save(stream, ids, allow_pickle=False)
-        beside.with_name(beside.name + ".new").write_text(json.dumps(asdict(described), indent=1))
-        os.replace(beside.with_name(beside.name + ".new"), beside)
-        os.replace(temporary, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary[0].write_text(json.dumps(asdict(described), indent=1))
+        with open(temporary[1], "wb") as stream:
+            header = np.lib.format.header_data_from_array_1_0(ids)
+            np.lib.format.write_array_header_1_0(stream, header)
+            stream.write(ids.data)
+        for new, final in zip(temporary, (beside, path), strict=True):
+            os.replace(new, final)
     except OSError as error:
+        for new in temporary:
+            with contextlib.suppress(OSError):
+                new.unlink()
         raise CorpusError(f"{path} cannot be written: {error.strerror}") from error
 
 

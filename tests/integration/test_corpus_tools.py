@@ -126,7 +126,7 @@ def test_inspect_shows_a_document_as_text(corpus, capsys):
     assert run(cli_inspect.main, [str(corpus), "--document", "3", *tokenizer]) == 0
     assert texts()[3][:200] in capsys.readouterr().out
     assert run(cli_inspect.main, [str(corpus), "--document", "3"]) == 1
-    assert "give --tokenizer-model" in capsys.readouterr().err
+    assert "give --tokenizer-type ByteLevelTokenizer" in capsys.readouterr().err
     assert run(cli_inspect.main, [str(corpus), "--document", "9999", *tokenizer]) == 1
     assert "which holds 0 to" in capsys.readouterr().err
     other = ["--tokenizer-model", str(tokenizer_json())]
@@ -153,6 +153,62 @@ def test_merge_takes_patterns(corpus, tmp_path, capsys):
     flags = ["--input", str(tmp_path / "*_text_document"), "--output-prefix", str(tmp_path / "m")]
     assert run(cli_merge.main, [*flags, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == len(texts())
+
+
+def test_places_that_cannot_be_written_are_one_message_of_every_tool(corpus, tmp_path, capsys):
+    """Below a file there can be no folder, whoever asks."""
+    pytest.importorskip("matplotlib")
+    below = str(tmp_path / "in.jsonl" / "x")
+    tokenizer = ["--tokenizer-type", "ByteLevelTokenizer"]
+    listed = ["--output", str(tmp_path / "l.npy")]
+    source = str(tmp_path / "in.jsonl")
+    before = sorted(tmp_path.iterdir())
+    for main, flags in (
+        (cli_preprocess.main, ["--input", source, "--output-prefix", below, *tokenizer]),
+        (cli_merge.main, ["--input", str(corpus), "--output-prefix", below, "--no-progress"]),
+        (cli_inspect.main, [str(corpus), "--png", f"{below}.png"]),
+        (cli_upsample.main, [str(corpus), "--output", f"{below}.npy"]),
+    ):
+        assert run(main, flags) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ")
+        assert below in error
+        assert "None" not in error
+        assert sorted(tmp_path.iterdir()) == before
+    assert run(cli_upsample.main, [str(corpus), *listed, "--png", f"{below}.png"]) == 1
+    assert f"{below}.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", [cli_merge, cli_upsample])
+def test_a_full_disk_is_named_and_nothing_is_left_behind(corpus, tmp_path, capsys, tool):
+    import resource
+
+    flags = ["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), "--no-progress"]
+    if tool is cli_upsample:
+        flags = [str(corpus), "--output", str(tmp_path / "x.npy"), "--tokens", "9000000"]
+    before = sorted(tmp_path.iterdir())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, limit[1]))
+    try:
+        code = run(tool.main, flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert code == 1
+    assert "cannot be written: File too large" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_mixtures_and_sizes_that_say_nothing_are_refused(corpus, tmp_path, capsys):
+    flags = [str(corpus), "--output", str(tmp_path / "l.npy")]
+    for more, message in (
+        (["--mixture", "d0=1,d0=2"], "names 'd0' twice"),
+        (["--mixture", "d0=1, d0 =2,d1=1"], "names 'd0' twice"),
+        (["--tokens", "1"], "too little to draw a single document"),
+        (["--tokens", "0"], "expected at least 1"),
+    ):
+        assert run(cli_upsample.main, [*flags, *more]) == 1
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "l.npy").exists()
 
 
 def test_memory_stays_flat_whatever_the_corpus(tmp_path):
