@@ -84,7 +84,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-lengths", type=int, nargs="+")
     parser.add_argument("--backends", nargs="+", help="default: all that can serve here")
     parser.add_argument("--corpus", help="prefix of a .bin/.idx corpus whose lengths to use, too")
-    parser.add_argument("--minutes", type=float, default=8.0, help="start no case after so long")
+    parser.add_argument("--minutes", type=float, default=7.0, help="start no case after so long")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
 
 

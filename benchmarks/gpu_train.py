@@ -68,6 +68,8 @@ def start_megatron(device: str) -> None:
         from megatron_anchor import on_cpu
 
         on_cpu.enable()
+    else:
+        torch.cuda.set_device(0)
     compat.quiet_expected_warnings()
     from megatron.core import mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -88,8 +88,8 @@ def model_config(args: Namespace) -> Any:
     choice = choose_backend(args.anchor_attention_backend, attention_request(args))
     rotary = rotary_settings(args)
     print_rank_0(
-        f"> attention pattern {args.attention_pattern}, {choice.explain()}\n"
-        f"> RoPE base {rotary.base:g}, rotation in float32 (angles {rotary.angle_dtype})"
+        f"> attention pattern {args.attention_pattern}, RoPE base {rotary.base:g}, rotation in "
+        f"float32 (angles {rotary.angle_dtype})\n> {choice.explain()}"
     )
     config = gpt_config_from_args(args)
     config.position_embedding_type = "none"

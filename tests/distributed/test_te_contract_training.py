@@ -22,6 +22,7 @@ def run_on_pretended_h100(arguments: str) -> None:
     from megatron_anchor.attention.backends import request
 
     request._capability = lambda: (9, 0)
+    request._cudnn_version = lambda: 92000
     request.this_hardware.cache_clear()
     run_program(arguments)
 

@@ -22,7 +22,8 @@ FA4 = {"flash-attn-4": "4.0.0b24"}
 
 
 def request(capability=H100, packages=None, **kwargs):
-    machine = {k: kwargs.pop(k) for k in ("torch_varlen", "te_is_deterministic") if k in kwargs}
+    names = ("torch_varlen", "te_is_deterministic", "cudnn")
+    machine = {name: kwargs.pop(name) for name in names if name in kwargs}
     hardware = Hardware(capability=capability, packages=packages or {}, **machine)
     return AttentionRequest(
         **{
@@ -50,6 +51,8 @@ def te_cp(*kinds, size=4, alignment=None, **kwargs):
 SERVED = {
     "te": [
         request(H100, TE),
+        request(B200, TE, cudnn=91300),
+        request(A100, TE | FA2, cudnn=90100),
         request(H100, TE, head_dim=256, te_is_deterministic=False),
         request(B200, TE | FA2, head_dim=256),
         request(B200, TE, deterministic=True),
@@ -161,6 +164,14 @@ REFUSED = [
         r"--cp-comm-type a2a\+p2p shares .* over 16 ranks",
     ),
     ("te", request(H100, TE, **te_cp("p2p", dropout=0.1)), "--attention-dropout 0.1 under"),
+    ("te", request(H100, TE, cudnn=90501), "on sm90 .* cuDNN 9.6.0 or newer, found 9.5.1"),
+    ("te", request(H100, TE, cudnn=91001), "found 9.10.1 .known to be wrong."),
+    ("te", request((12, 0), TE, cudnn=91800), "on sm120 .* cuDNN 9.18.1 or newer, found 9.18.0"),
+    (
+        "te",
+        request(B200, TE, deterministic=True, cudnn=91300),
+        "cuDNN 9.18.1 or newer with --deterministic-mode, found 9.13.0",
+    ),
     ("te", request(B200, TE, head_dim=192), "on sm100 .* up to 128 .* got 192 .* S x S"),
     ("te", request(H100, TE, head_dim=264), "on sm90 .* up to 256 .* got 264"),
     ("te", request(H100, TE, head_dim=100), "multiples of 8, got 100"),
@@ -217,9 +228,9 @@ def test_auto_prefers_the_fastest_that_can_serve():
 
 def test_auto_explains_what_it_passed_over():
     text = choose_backend("auto", request(A100, TE)).explain()
-    assert text.splitlines()[0] == "kernel varlen"
+    assert text.splitlines()[0] == "attention kernel: varlen"
     assert re.search(r"not te: on sm80 .*\n  not flash: .*not installed", text)
-    assert choose_backend("sdpa", request(None)).explain() == "kernel sdpa"
+    assert choose_backend("sdpa", request(None)).explain() == "attention kernel: sdpa"
 
 
 def test_auto_gives_the_reason_of_each_when_none_can_serve():

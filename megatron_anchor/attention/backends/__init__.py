@@ -91,7 +91,7 @@ class Choice:
 
     def explain(self) -> str:
         """Say it in a few lines for the log."""
-        lines = [f"kernel {self.name}"]
+        lines = [f"attention kernel: {self.name}"]
         lines += [f"  not {reason}" for reason in self.passed_over]
         return "\n".join(lines)
 

@@ -34,6 +34,8 @@ class Hardware:
     """Version of each of `PACKAGES` that is installed."""
     torch_varlen: bool = True
     """Whether torch has ``torch.nn.attention.varlen``."""
+    cudnn: int = 92000
+    """Version of cuDNN as it reports it, 9.20.0 being 92000; of no meaning on a CPU."""
     te_is_deterministic: bool = True
     """Whether the environment has NVTE_ALLOW_NONDETERMINISTIC_ALGO=0."""
 
@@ -46,10 +48,12 @@ class Hardware:
 @cache
 def this_hardware() -> Hardware:
     """Look at this process' device and packages, without importing any of them."""
+    capability = _capability()
     return Hardware(
-        capability=_capability(),
+        capability=capability,
         packages={name: found for name in PACKAGES if (found := _version(name))},
         torch_varlen=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
+        cudnn=0 if capability is None else _cudnn_version(),
         te_is_deterministic=os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0",
     )
 
@@ -60,6 +64,10 @@ def _capability() -> tuple[int, int] | None:
         return None
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.cuda.get_device_capability(local_rank % torch.cuda.device_count())
+
+
+def _cudnn_version() -> int:
+    return torch.backends.cudnn.version() or 0
 
 
 def _version(name: str) -> str | None:

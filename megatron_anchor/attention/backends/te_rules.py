@@ -22,6 +22,9 @@ FIRST_VERSION = {"p2p": "2.2", "a2a": "2.10", "a2a+p2p": "2.10", "all_gather": "
 WITHOUT_CP = "2.2"
 """First release that is told whether there is padding between documents."""
 
+BROKEN_CUDNN = (91000, 91001)
+"""Releases of cuDNN that Transformer Engine avoids for their known bugs."""
+
 OTHERS = "use --anchor-attention-backend varlen or flash"
 
 
@@ -130,7 +133,7 @@ def _dropout(request: AttentionRequest) -> str | None:
     if request.te_context_parallel and request.dropout:
         return (
             f"--attention-dropout {request.dropout:g} under Transformer Engine's context "
-            "parallelism is untested upstream; set it to 0"
+            "parallelism was never tried; set it to 0"
         )
     return None
 
@@ -166,6 +169,8 @@ def _kernel(request: AttentionRequest) -> str | None:
     flash_runs = flash and (
         capability < (9, 0) or request.preferred == "flash" or (request.deterministic and hopper)
     )
+    if not flash_runs and (reason := _cudnn(request)):
+        return reason
     if (
         flash_runs
         and request.te_context_parallel
@@ -178,6 +183,29 @@ def _kernel(request: AttentionRequest) -> str | None:
             + (", or leave out --attention-backend flash" if request.preferred == "flash" else "")
         )
     return None
+
+
+def _cudnn(request: AttentionRequest) -> str | None:
+    """First cuDNN with packed documents and GQA on a device (``utils.py``, ``fused_attn.cpp``)."""
+    hardware = request.hardware
+    assert hardware.capability is not None
+    needed = 90600 if hardware.capability < (10, 0) else 90700
+    if hardware.capability >= (12, 0) or (request.deterministic and needed == 90700):
+        needed = 91801
+    if hardware.cudnn >= needed and hardware.cudnn not in BROKEN_CUDNN:
+        return None
+    return (
+        f"on {hardware.name} its fused kernel for packed documents needs cuDNN "
+        f"{_dotted(needed)} or newer"
+        + (" with --deterministic-mode" if request.deterministic else "")
+        + f", found {_dotted(hardware.cudnn)}"
+        + (" (known to be wrong)" if hardware.cudnn in BROKEN_CUDNN else "")
+        + f"; upgrade nvidia-cudnn, or {OTHERS}"
+    )
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def _flash_attn(request: AttentionRequest) -> bool:
