@@ -211,3 +211,14 @@ def test_the_layer_spec_of_transformer_engine_gets_its_names_and_states(name, tm
     assert (experts in names) == (name != "qwen3")
     convert_to_hugging_face(tmp_path / "megatron", tmp_path / "back", **QUIET)
     assert_same_bits(weights_of(tmp_path / "hf"), weights_of(tmp_path / "back"))
+
+
+def test_both_ways_of_opening_an_archive_find_the_same_places(tmp_path, monkeypatch):
+    from megatron_anchor.checkpoint import archives
+
+    torch.save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5).half()}, tmp_path / "x.bin")
+    quick = archives.pickled_extents(tmp_path / "x.bin")
+    monkeypatch.setattr(archives, "_meta_tensors_know_their_place", lambda: False)
+    assert archives.pickled_extents(tmp_path / "x.bin") == quick
+    data = (tmp_path / "x.bin").read_bytes()
+    assert torch.frombuffer(bytearray(data[quick["a"].offset :][:24]), dtype=torch.float32)[5] == 5
