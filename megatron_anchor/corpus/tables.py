@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_anchor.corpus import hub
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.sources import Source
 
@@ -142,6 +144,10 @@ def stream_hub(path: str, options: ReadOptions, *, skip: int) -> Iterator[dict[s
     from datasets import load_dataset
 
     name = path.removeprefix("hf://")
+    if not Path(name).exists():
+        hub.require_name(name, flag="--input hf://")
+        if not hub.is_reachable():
+            raise CorpusError(f"--input {path}: the Hugging Face hub cannot be reached")
     try:
         stream = load_dataset(name, options.hf_config, split=options.hf_split, streaming=True)
     except Exception as error:  # datasets and its hub client raise many kinds

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.corpus import CorpusError, TokenizerConfig, load_tokenizer
+from megatron_anchor.corpus import CorpusError, TokenizerConfig, hub, load_tokenizer
 from megatron_anchor.corpus.tokenizers import choose_engine
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe
 from tests.corpus_fixtures import (
@@ -244,7 +246,7 @@ def test_one_fingerprint_means_the_same_ids():
     ("config", "message"),
     [
         ({}, "give --tokenizer-model"),
-        ({"tokenizer_model": "/no/such/folder"}, "no tokenizer could be loaded"),
+        ({"tokenizer_model": "/no/such/folder"}, "no such file or folder"),
         (
             {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/no.model"},
             "expected a file",
@@ -307,6 +309,75 @@ def test_an_engine_with_other_ids_is_not_used(fails):
     assert "no such model" in why if fails else "gives other ids" in why
     with pytest.raises(CorpusError, match="--engine native"):
         choose_engine(tokenizer, wanted="gigatoken", sample=[], threads=1)
+
+
+class _Noisy:
+    """An engine that fails as one in Rust does: first words on file descriptor 2, then an error."""
+
+    name = "noisy"
+
+    def __init__(self, *, kind, threads):
+        import os
+
+        os.write(2, b"thread panicked at src/lib.rs\n")
+        raise {
+            "panic": BaseException("assertion failed\n  left: 3\n right: 2"),
+            "import": ModuleNotFoundError("No module named 'awkward'", name="awkward"),
+        }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("panic", r"\(assertion failed left: 3 right: 2\)"), ("import", "needs the package awkward")],
+)
+def test_an_engine_that_fails_is_named_in_one_line_and_says_nothing_itself(kind, reason, capfd):
+    from dataclasses import replace
+
+    noisy = EngineRecipe("noisy", "tests.unit.test_corpus_tokenizers:_Noisy", {"kind": kind})
+    tokenizer = replace(load(tokenizer_json()), fast=noisy)
+    recipe, why = choose_engine(tokenizer, wanted="auto", sample=[], threads=1)
+    assert recipe.name == "tokenizers"
+    assert "\n" not in why
+    assert re.search(reason, why)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/no/such/dir", "./nope", "../nope", "~/nope", "a/b/c", "no/tokenizer.json", "a b", "x/"],
+)
+@pytest.mark.parametrize("kind", [None, "HuggingFaceTokenizer"])
+def test_a_path_that_is_not_there_is_refused_without_asking_anybody(name, kind, monkeypatch):
+    monkeypatch.setattr(hub, "is_reachable", lambda: pytest.fail("the hub was asked"))
+    with pytest.raises(CorpusError, match=r"no such file or folder") as caught:
+        load_tokenizer(TokenizerConfig(tokenizer_model=name, tokenizer_type=kind))
+    assert name in str(caught.value)
+
+
+def test_a_hub_name_without_a_network_ends_at_once_with_one_message(monkeypatch, capfd):
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    with pytest.raises(CorpusError, match=r"no such folder.*the hub cannot be reached") as caught:
+        load_tokenizer(TokenizerConfig(tokenizer_model="no-such-owner/no-such-model"))
+    assert "\n" not in str(caught.value)
+    assert "Retry" not in capfd.readouterr().err
+
+
+def test_a_hub_that_cannot_be_reached_is_noticed_in_seconds(monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    hub.is_reachable.cache_clear()
+    try:
+        assert not hub.is_reachable()
+    finally:
+        hub.is_reachable.cache_clear()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gigatoken") is None, reason="gigatoken not installed")
+def test_gigatoken_works_without_awkward(monkeypatch):
+    monkeypatch.setitem(sys.modules, "awkward", None)
+    tokenizer = load(tokenizer_json())
+    recipe, why = choose_engine(tokenizer, wanted="auto", sample=texts(), threads=1)
+    assert recipe.name == "gigatoken", why
 
 
 @pytest.mark.skipif(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from megatron_anchor.corpus import hub
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import (
     bytes_and_numbers,
@@ -98,6 +102,8 @@ def _load_huggingface(config: TokenizerConfig) -> Tokenizer:
     if config.tokenizer_model is None:
         raise CorpusError("HuggingFaceTokenizer needs --tokenizer-model (a folder or a hub name)")
     path = Path(config.tokenizer_model)
+    if not path.exists():
+        hub.require_name(config.tokenizer_model, flag="--tokenizer-model")
     special, affixes = (
         config.allow_special_in_text,
         not config.tokenizer_hf_no_include_special_tokens,
@@ -133,6 +139,8 @@ def _guess_type(model: str | None) -> str:
             "give --tokenizer-model (a folder or a file) and, if needed, --tokenizer-type"
         )
     path = Path(model)
+    if not path.exists():
+        hub.require_name(model, flag="--tokenizer-model")
     if not path.is_file():
         return "HuggingFaceTokenizer"
     if tiktoken_ranks.looks_like_ranks(_head(path)):
@@ -188,16 +196,37 @@ def _difference(tokenizer: Tokenizer, sample: Sequence[str], *, threads: int) ->
     """Where the fast engine gives other ids than the native one; empty where nowhere."""
     assert tokenizer.fast is not None
     native = tokenizer.native_engine
+    control = [native.decode([id_]) for id_ in sorted(tokenizer.control_ids)]
+    texts = [*tokenizer.probe_texts, *control, *sample]
     try:
-        fast = tokenizer.fast.make(threads=threads)
-        control = [native.decode([id_]) for id_ in sorted(tokenizer.control_ids)]
-        texts = [*tokenizer.probe_texts, *control, *sample]
-        theirs = fast.encode_batch(texts)
+        with _stderr_aside():
+            theirs = tokenizer.fast.make(threads=threads).encode_batch(texts)
     except (KeyboardInterrupt, SystemExit):
         raise
+    except ImportError as error:
+        return f"{tokenizer.fast.name} needs the package {error.name}, which is not installed"
     except BaseException as error:  # Rust panics are no Exception
-        return f"{tokenizer.fast.name} failed ({str(error).strip()[:200]})"
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        return f"{tokenizer.fast.name} does not take this tokenizer ({why})"
     for text, expected, got in zip(texts, native.encode_batch(texts), theirs, strict=True):
         if not np.array_equal(expected, got):
             return f"{tokenizer.fast.name} gives other ids for {text[:40]!r}"
     return ""
+
+
+@contextlib.contextmanager
+def _stderr_aside() -> Iterator[None]:
+    """Keep off the terminal what a Rust library prints before its panic is raised as an error."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no stderr
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -22,7 +22,10 @@ from megatron_anchor.corpus.tokenizers.base import EngineRecipe
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.gigatoken_engine:GigatokenEngine"
 _MOST_GROWTH = 1 << 30  # bytes
-_NOT_INSTALLED = "gigatoken is not installed (pip install gigatoken makes this many times faster)"
+_NOT_INSTALLED = (
+    "gigatoken is not installed (pip install gigatoken orjson, the extra `fast`, makes this many "
+    "times faster)"
+)
 
 
 class GigatokenEngine:
@@ -66,7 +69,10 @@ class GigatokenEngine:
             if self._process.memory_info().rss > self._floor + _MOST_GROWTH:
                 self.library = self._make()
                 self._floor = self._process.memory_info().rss
-            layout = self.library.encode_batch(list(texts), parallel=self._parallel).layout
+            found = self.library.encode_batch(list(texts), parallel=self._parallel)
+        if isinstance(found, list):  # without awkward installed
+            return found
+        layout = found.layout
         flat, bounds = np.asarray(layout.content.data), np.asarray(layout.offsets.data).tolist()
         return [flat[start:end] for start, end in itertools.pairwise(bounds)]
 

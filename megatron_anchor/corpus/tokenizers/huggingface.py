@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_anchor.corpus import hub
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine, plain_text
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
@@ -82,11 +83,20 @@ def load_folder(
     path: str, *, special: bool, affixes: bool, eod_token: str | None, trust_remote_code: bool
 ) -> Tokenizer:
     """What `AutoTokenizer.from_pretrained(path)` gives for a folder or a hub name."""
+    folder = Path(path)
+    offline = not folder.exists() and not hub.is_reachable()
+    if offline and not hub.is_cached(path):
+        raise CorpusError(
+            f"--tokenizer-model {path}: there is no such folder here, no copy in the cache of the "
+            "Hugging Face hub, and the hub cannot be reached; give a folder, or load the model once "
+            "where there is a network"
+        )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = Path(path)
     try:
-        library = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        library = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=offline
+        )
     except (OSError, ValueError, KeyError) as error:
         if not (folder / "tokenizer.json").is_file():
             raise CorpusError(f"no tokenizer could be loaded from {path!r}: {error}") from error
