@@ -1,6 +1,8 @@
 """Who may import what: the layers of the package, read from its sources."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,22 @@ def modules_importing(name):
     for path in sorted(PACKAGE.rglob("*.py")):
         if any(i == name or i.startswith(f"{name}.") for i in imports_of(path)):
             yield path.relative_to(PACKAGE).as_posix()
+
+
+PLANNER = """
+import sys, importlib, pkgutil
+import megatron_anchor.planner as planner
+for module in pkgutil.iter_modules(planner.__path__):
+    importlib.import_module(f"megatron_anchor.planner.{module.name}")
+assert "numpy" in sys.modules
+print([name for name in ("torch", "megatron", "transformers", "numba") if name in sys.modules])
+"""
+
+
+def test_the_planner_needs_numpy_alone():
+    """Nothing heavy is loaded, directly or through another part of the package."""
+    ran = subprocess.run([sys.executable, "-c", PLANNER], capture_output=True, text=True)
+    assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("name", ALLOWED)

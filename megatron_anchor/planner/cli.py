@@ -1,0 +1,163 @@
+"""The command line of `tools/plan_training.py`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+from megatron_anchor.packing.patterns import ATTENTION_PATTERNS
+from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.planner.gpus import GPUS, Gpu, find_gpu
+from megatron_anchor.planner.layout import Layout
+from megatron_anchor.planner.lengths import TABLES, find_lengths
+from megatron_anchor.planner.models import MODELS, find_model
+from megatron_anchor.planner.pictures import draw_plan
+from megatron_anchor.planner.plan import Question, make_plan
+from megatron_anchor.planner.report import as_json, as_text
+from megatron_anchor.planner.step_time import Efficiency
+
+_EPILOG = f"""\
+models: {", ".join(MODELS)}
+GPUs: {", ".join(gpu.name for gpu in GPUS.values())}
+
+example, the paper's setting (Llama-2-7B at 64K on 8 A100-80GB):
+  python tools/plan_training.py --model llama-2-7b --gpu A100-80GB --gpus 8 \\
+      --seq-length 65536 --global-batch-size 8 --png plan.png
+with your own model and corpus, and the layout that you have in mind:
+  python tools/plan_training.py --model models/Llama-3-8b --corpus corpus/mine_text_document \\
+      --gpu H100 --gpus 64 --seq-length 131072 --global-batch-size 32 --tp 2 --cp 8"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags; those of training have the same names and meanings."""
+    parser = argparse.ArgumentParser(
+        description="Plan a run: work, memory, communication, layouts, days, launch command.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a name of the table below, or a folder with config.json")
+    add("--seq-length", type=int, required=True, help="slots of a sample")
+    add("--gpus", type=int, default=8, help="all GPUs (default 8)")
+    add("--gpu", default="A100-80GB", help="kind (default A100-80GB)")
+    add("--global-batch-size", type=int, default=8, help="samples of a step (default 8)")
+    add("--attention-pattern", choices=ATTENTION_PATTERNS, default="anchor")
+    add("--train-tokens", type=float, default=1e9, help="for --train-iters (default 1e9)")
+    lengths = parser.add_argument_group("documents").add_argument
+    lengths("--corpus", metavar="PREFIX", help="take the lengths of this .bin/.idx corpus")
+    lengths("--length-table", default=TABLES[0], help=f"else: {' or '.join(TABLES)}")
+    sizes = parser.add_argument_group("one layout instead of all").add_argument
+    sizes("--tp", "--tensor-model-parallel-size", type=int)
+    sizes("--pp", "--pipeline-model-parallel-size", type=int)
+    sizes("--cp", "--context-parallel-size", type=int)
+    sizes("--cp-comm-type", choices=("a2a", "p2p"), help="a2a: Ulysses; p2p: Transformer Engine")
+    machine = parser.add_argument_group("instead of what is known or assumed").add_argument
+    machine("--peak-tflops", type=float, help="dense bfloat16")
+    machine("--memory-gib", type=float)
+    machine("--nvlink-gbs", type=float, help="GB/s of a GPU inside a server, one direction")
+    machine("--network-gbs", type=float, help="GB/s of a GPU between servers, one direction")
+    machine("--gpus-per-node", type=int)
+    machine("--linear-efficiency", type=float, help="share of the peak in matrix products")
+    machine("--attention-efficiency", type=float, help="share of the peak in attention")
+    machine("--link-efficiency", type=float, help="share of the bandwidths")
+    output = parser.add_argument_group("output").add_argument
+    output("--top", type=int, default=8, help="layouts and refusals shown (default 8)")
+    output("--json", action="store_true", help="print JSON, with every layout and refusal")
+    output("--png", metavar="FILE", help="draw days against sequence length, full and the pattern")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, plan, print; 1 with a message where something is wrong or nothing fits."""
+    args = parser().parse_args(argv)
+    try:
+        plan = make_plan(question_of(args), only=_layout(args))
+        if args.json:
+            print(json.dumps(as_json(plan, tokens=args.train_tokens)))
+            if not plan.choices:
+                raise PlanError(plan.why_nothing())
+        else:
+            print(as_text(plan, tokens=args.train_tokens, most=args.top))
+        if args.png:
+            draw_plan(args.png, plan.question)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stdout = None
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """What the flags ask.
+
+    Raises:
+        ValueError: for values that nothing is known about, or out of range.
+    """
+    for flag in ("train_tokens", "top"):
+        if getattr(args, flag) <= 0:
+            name = f"--{flag.replace('_', '-')}"
+            raise PlanError(f"{name} {getattr(args, flag):g}: expected more than 0")
+    gpu = _gpu(args)
+    name, model = find_model(args.model)
+    return Question(
+        name=name,
+        model=model,
+        lengths=find_lengths(corpus=args.corpus, table=args.length_table),
+        gpu=gpu,
+        gpus=args.gpus,
+        sequence_length=args.seq_length,
+        global_batch=args.global_batch_size,
+        pattern=args.attention_pattern,
+        efficiency=_efficiency(args, gpu),
+    )
+
+
+def _gpu(args: argparse.Namespace) -> Gpu:
+    given = {
+        "tflops": ("--peak-tflops", args.peak_tflops),
+        "memory_gib": ("--memory-gib", args.memory_gib),
+        "nvlink": ("--nvlink-gbs", args.nvlink_gbs),
+        "network": ("--network-gbs", args.network_gbs),
+        "per_node": ("--gpus-per-node", args.gpus_per_node),
+    }
+    for flag, value in given.values():
+        if value is not None and value <= 0:
+            raise PlanError(f"{flag} {value:g}: expected more than 0")
+    changed = {field: value for field, (_, value) in given.items() if value is not None}
+    return dataclasses.replace(find_gpu(args.gpu), **changed)
+
+
+def _efficiency(args: argparse.Namespace, gpu: Gpu) -> Efficiency:
+    given = {
+        field: getattr(args, f"{field}_efficiency") for field in ("linear", "attention", "link")
+    }
+    for field, value in given.items():
+        if value is not None and not 0 < value <= 1:
+            raise PlanError(
+                f"--{field}-efficiency {value:g}: expected a share, above 0 and up to 1"
+            )
+    changed = {field: value for field, value in given.items() if value is not None}
+    return dataclasses.replace(Efficiency.of(gpu), **changed)
+
+
+def _layout(args: argparse.Namespace) -> Layout | None:
+    """The layout asked for; what is not given is 1."""
+    if (args.tp, args.pp, args.cp, args.cp_comm_type) == (None,) * 4:
+        return None
+    for name in ("tp", "pp", "cp"):
+        if (size := getattr(args, name)) is not None and size < 1:
+            raise PlanError(f"--{name} {size}: expected 1 or more")
+    tp, pp, cp = args.tp or 1, args.pp or 1, args.cp or 1
+    if args.gpus < 1 or args.gpus % (tp * pp * cp):
+        raise PlanError(
+            f"--gpus {args.gpus} is no multiple of TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}; "
+            "change one of them"
+        )
+    dp = args.gpus // (tp * pp * cp)
+    return Layout(tp=tp, pp=pp, cp=cp, dp=dp, cp_comm=args.cp_comm_type or "a2a")

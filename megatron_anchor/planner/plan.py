@@ -1,0 +1,254 @@
+"""All layouts of a question, the possible ones ranked by time, the others with their reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, check_attention_pattern
+from megatron_anchor.planner.communication import Communication, communication_of
+from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.planner.gpus import GIB, Gpu
+from megatron_anchor.planner.layout import Layout
+from megatron_anchor.planner.lengths import Lengths
+from megatron_anchor.planner.memory import Memory, budget, memory_of
+from megatron_anchor.planner.refusals import refusals
+from megatron_anchor.planner.samples import AttentionWork, Samples, attention_work, lay_out
+from megatron_anchor.planner.step_time import Efficiency, StepTime, days_per_billion, step_time
+from megatron_anchor.planner.work import RECOMPUTE
+
+MOST_CP = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A layout that can run."""
+
+    layout: Layout
+    memory: Memory
+    communication: Communication
+    time: StepTime
+    days: float
+    """For 10^9 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A layout that cannot run."""
+
+    layout: Layout
+    reasons: tuple[str, ...]
+    """Each begins with its kind: heads, layers, shape, alignment, batch, placement, kernel, memory.
+    """
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained on what."""
+
+    name: str
+    model: Model
+    lengths: Lengths
+    gpu: Gpu
+    gpus: int
+    sequence_length: int
+    global_batch: int = 8
+    pattern: str = "anchor"
+    efficiency: Efficiency | None = None
+    """None: what is assumed for the GPU's generation."""
+
+    def __post_init__(self) -> None:
+        """Check sizes.
+
+        Raises:
+            PlanError: for numbers below 1, or GPUs that fill no whole servers.
+            ValueError: for an unknown pattern.
+        """
+        for flag, value in (
+            ("--gpus", self.gpus),
+            ("--seq-length", self.sequence_length - 1),
+            ("--global-batch-size", self.global_batch),
+        ):
+            if value < 1:
+                least = 2 if flag == "--seq-length" else 1
+                raise PlanError(f"{flag} {value + least - 1}: expected {least} or more")
+        node = self.gpu.per_node
+        if self.gpus > node and self.gpus % node:
+            raise PlanError(
+                f"--gpus {self.gpus}: servers hold {node} {self.gpu.name}; give a multiple of "
+                f"{node}, such as {self.gpus // node * node}, or --gpus-per-node"
+            )
+        check_attention_pattern(self.pattern)
+
+    @property
+    def assumed(self) -> Efficiency:
+        """The efficiency that times are estimated with."""
+        return self.efficiency or Efficiency.of(self.gpu)
+
+    def work(self, layout: Layout, pattern: str | None = None) -> AttentionWork:
+        """Attention work of a sample under a pattern (default: the question's)."""
+        split = layout.cp if layout.rings else 1
+        return self._work(layout.document_alignment, split, pattern or self.pattern)
+
+    @cached_property
+    def _lay_out(self) -> Callable[[int], Samples]:
+        @cache
+        def laid_out(alignment: int) -> Samples:
+            return lay_out(self.lengths, sequence_length=self.sequence_length, alignment=alignment)
+
+        return laid_out
+
+    @cached_property
+    def _work(self) -> Callable[[int, int, str], AttentionWork]:
+        @cache
+        def counted(alignment: int, split: int, pattern: str) -> AttentionWork:
+            return attention_work(
+                self._lay_out(alignment),
+                sequence_length=self.sequence_length,
+                pattern=pattern,
+                split=split,
+            )
+
+        return counted
+
+    def choice(self, layout: Layout, pattern: str | None = None) -> Choice:
+        """Count and estimate one layout, whether or not it fits."""
+        sizes = {"sequence_length": self.sequence_length, "global_batch": self.global_batch}
+        work = self.work(layout, pattern)
+        time = step_time(
+            self.model,
+            layout,
+            gpu=self.gpu,
+            efficiency=self.assumed,
+            attention=work,
+            **sizes,
+        )
+        return Choice(
+            layout=layout,
+            memory=memory_of(self.model, layout, **sizes),
+            communication=communication_of(self.model, layout, **sizes),
+            time=time,
+            days=days_per_billion(time, **sizes, filling=work.filling),
+        )
+
+    def saving(self, layout: Layout) -> float:
+        """Share of the time of full attention that the pattern saves at the same layout."""
+        return 1 - self.choice(layout).time.total / self.choice(layout, "full").time.total
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer."""
+
+    question: Question
+    choices: tuple[Choice, ...]
+    """The fastest first; of the layouts that differ in recomputation alone, the fastest that fits.
+    """
+    refused: tuple[Refusal, ...]
+
+    @property
+    def best(self) -> Choice:
+        """The fastest.
+
+        Raises:
+            PlanError: nothing can run.
+        """
+        if self.choices:
+            return self.choices[0]
+        raise PlanError(self.why_nothing())
+
+    def why_nothing(self) -> str:
+        """Say what came nearest, and what would help."""
+        question, space = self.question, budget(self.question.gpu)
+        head = (
+            f"--gpus {question.gpus}: no layout can train {question.name} at --seq-length "
+            f"{question.sequence_length} on {question.gpu.name}"
+        )
+        short = [r for r in self.refused if r.reasons[0].startswith("memory")]
+        if not short:
+            kinds = sorted({r.reasons[0] for r in self.refused})
+            return f"{head}: {'; '.join(kinds[:3])}"
+        needs = {r.layout: question.choice(r.layout).memory.total for r in short}
+        nearest = min(needs, key=lambda layout: needs[layout])
+        return (
+            f"{head}: {nearest} comes nearest and needs {needs[nearest] / GIB:.1f} GiB of the "
+            f"{space / GIB:.1f} that may be filled; give more GPUs, a GPU with more memory, or a "
+            "shorter --seq-length"
+        )
+
+
+def make_plan(question: Question, *, only: Layout | None = None) -> Plan:
+    """Look at every layout.
+
+    Args:
+        question: the sizes.
+        only: look at this layout (its recomputation is chosen) and at no other.
+    """
+    choices: list[Choice] = []
+    refused: list[Refusal] = []
+    for layout in [only] if only else layouts(question):
+        reasons = refusals(
+            question.model,
+            layout,
+            gpu=question.gpu,
+            sequence_length=question.sequence_length,
+            global_batch=question.global_batch,
+        )
+        if reasons:
+            refused.append(Refusal(layout=layout, reasons=tuple(reasons)))
+            continue
+        found = _fitting(question, layout)
+        if isinstance(found, Choice):
+            choices.append(found)
+        else:
+            refused.append(found)
+    return Plan(question, tuple(sorted(choices, key=lambda c: c.days)), tuple(refused))
+
+
+def _fitting(question: Question, layout: Layout) -> Choice | Refusal:
+    space = budget(question.gpu)
+    found = [question.choice(dataclasses.replace(layout, recompute=r)) for r in RECOMPUTE]
+    fitting = [choice for choice in found if choice.memory.total <= space]
+    if fitting:
+        return min(fitting, key=lambda choice: choice.days)
+    least = min(found, key=lambda choice: choice.memory.total)
+    reason = (
+        f"memory: needs {least.memory.total / GIB:.1f} GiB (states {least.memory.states / GIB:.1f},"
+        f" activations {least.memory.activations / GIB:.1f}) even with --recompute-granularity "
+        f"{least.layout.recompute}, {space / GIB:.1f} may be filled; raise TP, PP or CP"
+    )
+    return Refusal(layout=least.layout, reasons=(reason,))
+
+
+def layouts(question: Question) -> Iterator[Layout]:
+    """All ways to share the GPUs out, the hopeless ones among them for their reasons.
+
+    Context parallelism by p2p is looked at beyond what heads allow to Ulysses, too.
+    """
+    gpus, model = question.gpus, question.model
+    node = min(question.gpu.per_node, gpus)
+    for tp in _powers(2 * node):
+        for pp in _divisors(model.layers):
+            for cp in _powers(MOST_CP):
+                if gpus % (tp * pp * cp):
+                    continue
+                layout = Layout(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp))
+                yield layout
+                if cp > 1:
+                    yield dataclasses.replace(layout, cp_comm="p2p")
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def compare_patterns(question: Question, layout: Layout) -> dict[str, Choice]:
+    """Estimate every pattern at one layout."""
+    return {pattern: question.choice(layout, pattern) for pattern in ATTENTION_PATTERNS}

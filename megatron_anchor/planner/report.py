@@ -1,0 +1,179 @@
+"""A plan for people, and for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from megatron_anchor.planner.gpus import GIB
+from megatron_anchor.planner.launch import launch_command, notes
+from megatron_anchor.planner.memory import budget
+from megatron_anchor.planner.plan import Choice, Plan, Question, compare_patterns
+from megatron_anchor.planner.work import layer_work, output_work, parameters
+
+KINDS = ("heads", "layers", "shape", "alignment", "batch", "placement", "kernel", "memory")
+
+
+def work_of(question: Question, choice: Choice, pattern: str) -> dict[str, float]:
+    """Operations of one token, forward and backward without recomputation, and attention's share.
+
+    Keys: parameter_flops, attention_flops, documents_per_sample, attention_work_share.
+    """
+    work = question.work(choice.layout, pattern)
+    full = question.work(choice.layout, "full")
+    length = question.sequence_length
+    layer = layer_work(question.model, sequence_length=length, pairs=work.pairs)
+    linear = question.model.layers * layer.linear
+    return {
+        "parameter_flops": (linear + output_work(question.model, sequence_length=length)) / length,
+        "attention_flops": question.model.layers * layer.attention / length,
+        "documents_per_sample": work.documents,
+        "attention_work_share": work.pairs / full.pairs,
+    }
+
+
+def as_json(plan: Plan, *, tokens: float) -> dict[str, Any]:
+    """Everything, as JSON's types; bytes, seconds, operations."""
+    question = plan.question
+    answer: dict[str, Any] = {
+        "model": question.name,
+        "parameters": parameters(question.model),
+        "lengths": question.lengths.name,
+        "gpu": asdict(question.gpu),
+        "gpus": question.gpus,
+        "sequence_length": question.sequence_length,
+        "global_batch": question.global_batch,
+        "pattern": question.pattern,
+        "efficiency": asdict(question.assumed),
+        "memory_budget": budget(question.gpu),
+        "layouts": [_choice(choice) for choice in plan.choices],
+        "refused": [{"layout": str(r.layout), "reasons": r.reasons} for r in plan.refused],
+    }
+    if plan.choices:
+        best = plan.best
+        answer |= {
+            "patterns": {
+                name: work_of(question, best, name)
+                | {"step_seconds": found.time.total, "days_per_billion_tokens": found.days}
+                for name, found in compare_patterns(question, best.layout).items()
+            },
+            "saving": question.saving(best.layout),
+            "command": launch_command(question, best.layout, tokens=tokens),
+            "notes": notes(question, best.layout),
+        }
+    return answer
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    return {
+        "layout": asdict(choice.layout),
+        "memory": asdict(choice.memory) | {"total": choice.memory.total},
+        "communication": asdict(choice.communication) | {"total": choice.communication.total},
+        "seconds": asdict(choice.time) | {"total": choice.time.total},
+        "days_per_billion_tokens": choice.days,
+    }
+
+
+def as_text(plan: Plan, *, tokens: float, most: int) -> str:
+    """Tables and the command.
+
+    Args:
+        plan: the answer; it must have a layout.
+        tokens: to train on.
+        most: layouts shown, and refusals of each kind.
+    """
+    question, best = plan.question, plan.best
+    parts = [
+        _head(question),
+        _patterns(question, best),
+        _layouts(plan, most),
+        _refused(plan, most),
+        _assumptions(question),
+        "\n".join(f"note: {note}" for note in notes(question, best.layout)),
+        launch_command(question, best.layout, tokens=tokens),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(question: Question) -> str:
+    return (
+        f"{question.name} ({parameters(question.model) / 1e9:.2f} billion parameters) on "
+        f"{question.gpus} x {question.gpu.name}, samples of {question.sequence_length}, "
+        f"global batch {question.global_batch}, documents of {question.lengths.name} "
+        f"(mean {question.lengths.lengths.mean():.0f} tokens)"
+    )
+
+
+def _patterns(question: Question, best: Choice) -> str:
+    rows = []
+    for name, choice in compare_patterns(question, best.layout).items():
+        work = work_of(question, best, name)
+        rows.append(
+            [
+                name,
+                f"{work['parameter_flops'] / 1e9:.1f}",
+                f"{work['attention_flops'] / 1e9:.1f}",
+                f"{work['attention_work_share']:.1%}",
+                f"{choice.time.total:.2f}",
+                f"{choice.days:.3g}",
+            ]
+        )
+    head = ["pattern", "parameters", "attention", "of full", "s a step", "days"]
+    return (
+        f"{question.pattern} saves {question.saving(best.layout):.0%} of full attention's time at "
+        f"{best.layout}; GFLOP a token, and days for 10^9 tokens:\n{_table(head, rows)}"
+    )
+
+
+def _layouts(plan: Plan, most: int) -> str:
+    rows = [
+        [
+            str(c.layout),
+            c.layout.recompute,
+            *(f"{b / GIB:.1f}" for b in (c.memory.total, c.memory.states, c.memory.activations)),
+            f"{c.communication.total / 1e9:.1f}",
+            *(f"{s:.2f}" for s in (c.time.total, c.time.communication, c.time.waiting)),
+            f"{c.days:.3g}",
+        ]
+        for c in plan.choices[:most]
+    ]
+    head = ["layout", "recompute", "GiB", "states", "kept", "GB sent"]
+    head += ["s a step", "sending", "waiting", "days"]
+    return (
+        f"{len(plan.choices)} layouts fit in {budget(plan.question.gpu) / GIB:.1f} GiB a GPU, the "
+        f"fastest first:\n{_table(head, rows)}"
+    )
+
+
+def _refused(plan: Plan, most: int) -> str:
+    if not plan.refused:
+        return ""
+    kinds = Counter(r.reasons[0].split(":")[0] for r in plan.refused)
+    counts = ", ".join(f"{kinds[kind]} for {kind}" for kind in KINDS if kinds[kind])
+    lines = [f"{len(plan.refused)} layouts refused: {counts}"]
+    for kind in KINDS:
+        of_kind = [r for r in plan.refused if r.reasons[0].startswith(kind)]
+        lines += [f"  {r.layout}: {r.reasons[0]}" for r in of_kind[:most]]
+        if len(of_kind) > most:
+            lines.append(f"  ... and {len(of_kind) - most} more for {kind} (--top shows more)")
+    return "\n".join(lines)
+
+
+def _assumptions(question: Question) -> str:
+    assumed, gpu = question.assumed, question.gpu
+    return (
+        f"assumed, not measured: {assumed.linear:.0%} of {gpu.tflops:g} TFLOP/s in matrix products,"
+        f" {assumed.attention:.0%} in attention, {assumed.link:.0%} of {gpu.nvlink:g} GB/s inside "
+        f"servers and {gpu.network:g} GB/s between them (docs/planner.md)"
+    )
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        first, *others = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        lines.append("  " + "  ".join(cells))
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""How documents fill samples, and how many pairs of query and key that leaves to attention.
+
+The packing is `--packing concat` (docs/packing.md): the documents in random order, each behind an
+anchor and filled up to the alignment, cut where a sample is full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_anchor.packing.patterns import check_attention_pattern
+from megatron_anchor.planner.lengths import Lengths
+
+SAMPLES = 64
+"""Samples that are laid out to know a mean."""
+
+TILE = 128
+"""Rows and columns of the tiles that attention kernels compute; what a document touches of a tile
+costs the whole tile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWork:
+    """Means over samples; one head, one layer, forward."""
+
+    pairs: float
+    """Pairs of query and key that the mask leaves."""
+    tile_pairs: float
+    """Pairs in the tiles that a kernel computes, ranks of a split document together."""
+    documents: float
+    """Document slices."""
+    imbalance: float
+    """Standard deviation of a sample's pairs over their mean."""
+    filling: float
+    """Share of the slots that only fill documents up to the alignment."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples that were laid out."""
+
+    slices: list[np.ndarray]
+    """int64 slots of every slice, sample by sample"""
+    filling: float
+    """Share of the slots that hold nothing, for the sake of the alignment."""
+
+
+def cut(content_D: np.ndarray, *, sequence_length: int, alignment: int = 1) -> list[np.ndarray]:
+    """Lay documents end to end; give the slots of every slice, sample by sample.
+
+    Args:
+        content_D: int64 tokens of each document behind its anchor, all above 0, in reading order.
+        sequence_length: S, a multiple of the alignment.
+        alignment: each slice takes a multiple of it.
+
+    Returns:
+        Full samples only; where a head did not fit, they hold less than S slots.
+    """
+
+    ends = np.cumsum(_aligned(content_D + 1, alignment))
+    samples: list[np.ndarray] = []
+    document, rest = 0, 0  # rest: tokens of the document before that no sample holds yet
+    while True:
+        room, slices = sequence_length, []
+        if rest:
+            need = int(_aligned(np.int64(rest + 1), alignment))
+            if need > room:
+                rest -= room - 1
+                samples.append(np.array([room]))
+                continue
+            slices.append(np.array([need]))
+            room, rest = room - need, 0
+        before = int(ends[document - 1]) if document else 0
+        last = int(np.searchsorted(ends, before + room, side="right"))
+        slices.append(np.diff(ends[document:last], prepend=before))
+        room -= int(slices[-1].sum())
+        document = last
+        if document == len(content_D):
+            return samples
+        if room > 0:
+            slices.append(np.array([room]))
+            rest = int(content_D[document]) - (room - 1)
+            document += 1
+        samples.append(np.concatenate(slices))
+
+
+def _aligned(slots: np.ndarray | np.int64, alignment: int) -> np.ndarray | np.int64:
+    return -(-slots // alignment) * alignment
+
+
+def lay_out(
+    lengths: Lengths, *, sequence_length: int, alignment: int = 1, seed: int = 1
+) -> Samples:
+    """Lay out `SAMPLES` samples; documents are drawn at random, with repetitions."""
+    generator = np.random.default_rng(seed)
+    slots = int(SAMPLES * sequence_length * 1.1) + int(lengths.lengths.max())
+    count = max(int(slots / lengths.lengths.mean() * 1.2), 8)
+    drawn: np.ndarray = generator.choice(lengths.lengths, count)
+    while drawn.sum() < slots:
+        drawn = np.append(drawn, generator.choice(lengths.lengths, count))
+    filled = int(np.sum(_aligned(drawn + 1, alignment)))
+    return Samples(
+        slices=cut(drawn, sequence_length=sequence_length, alignment=alignment)[:SAMPLES],
+        filling=1 - (int(drawn.sum()) + len(drawn)) / filled,
+    )
+
+
+def attention_work(
+    samples: Samples, *, sequence_length: int, pattern: str, split: int = 1
+) -> AttentionWork:
+    """Count pairs.
+
+    Args:
+        samples: from `lay_out`.
+        sequence_length: S.
+        pattern: of attention; the masked ones all leave the same pairs.
+        split: ranks that share every document zigzag (Transformer Engine's context parallelism);
+            1 where ranks share heads, or there is one.
+
+    Raises:
+        ValueError: for an unknown pattern.
+    """
+    check_attention_pattern(pattern)
+    slices = [np.array([sequence_length])] if pattern == "full" else samples.slices
+    pairs = np.array([(s * (s + 1) / 2).sum() for s in slices])
+    tiles = np.array([_tiles(s, split).sum() for s in slices])
+    return AttentionWork(
+        pairs=float(pairs.mean()),
+        tile_pairs=float(tiles.mean()) * TILE**2,
+        documents=float(np.mean([len(s) for s in samples.slices])),
+        imbalance=float(pairs.std() / pairs.mean()),
+        filling=samples.filling,
+    )
+
+
+def _tiles(slots: np.ndarray, split: int) -> np.ndarray:
+    """Tiles under the diagonal; a split document is 2 x split chunks, each tiled by itself."""
+    if split == 1:
+        tiles = -(-slots // TILE)
+        return tiles * (tiles + 1) / 2
+    chunk = -(-slots // (2 * split * TILE))
+    return split * ((2 * split - 1) * chunk**2 + chunk * (chunk + 1))

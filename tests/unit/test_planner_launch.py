@@ -1,0 +1,119 @@
+"""The printed command, read by the parser and the validation of the program that it starts."""
+
+import re
+import shlex
+import string
+import sys
+
+import pytest
+import torch
+
+from megatron_anchor.attention.backends import Hardware
+from megatron_anchor.checkpoint.megatron_args import argument_values, flag_lines
+from megatron_anchor.planner.gpus import find_gpu
+from megatron_anchor.planner.launch import launch_command, model_flags, notes, trained_model
+from megatron_anchor.planner.layout import Layout
+from megatron_anchor.planner.lengths import slimpajama_like
+from megatron_anchor.planner.models import MODELS
+from megatron_anchor.planner.plan import Question, make_plan
+from megatron_anchor.training import validation
+from megatron_anchor.training.arguments import add_anchor_arguments
+
+TRAINED = {"--tokenizer-type", "--tokenizer-model"}
+"""Flags of the converter that depend on more than the model."""
+
+
+def question(name="llama-2-7b", gpu="A100-80GB", gpus=8, length=65536, batch=8):
+    model = MODELS[name][0]
+    return Question(name, model, slimpajama_like(2000), find_gpu(gpu), gpus, length, batch)
+
+
+def words_of(command):
+    """What the shell makes of it: the words behind the program's name."""
+    *settings, launch = command.replace("\\\n", " ").splitlines()
+    places = dict(line.split("=") for line in settings if not line.startswith("export"))
+    launch = string.Template(launch).safe_substitute(places)
+    words = shlex.split(launch)
+    program = words.index("megatron_anchor.pretrain_gpt")
+    return words[:program], words[program + 1 :]
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    def parse(words, gpu):
+        from megatron.training.arguments import parse_args
+
+        hardware = Hardware(
+            capability=gpu.capability,
+            packages={"transformer-engine": "2.20.2", "flash-attn": "2.8.3"},
+        )
+        monkeypatch.setattr(validation, "this_hardware", lambda: hardware)
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *words])
+        return parse_args(add_anchor_arguments)
+
+    return parse
+
+
+QUESTIONS = [
+    question(),
+    question("llama-3-70b", "H100", 128, 131072, 16),
+    question("qwen2.5-7b", "H200", 8, 32768, 8),
+    question("llama-3.1-8b", "B200", 16, 65536, 16),
+    question("qwen3-8b", "H100", 8, 16384, 8),
+]
+
+
+@pytest.mark.parametrize("asked", QUESTIONS, ids=lambda q: q.name)
+def test_the_program_accepts_every_command_that_a_plan_prints(asked, parse):
+    plan = make_plan(asked)
+    kinds = {}
+    for choice in plan.choices:
+        kinds.setdefault((choice.layout.recompute, choice.layout.cp_comm), choice.layout)
+    for layout in kinds.values():
+        launcher, words = words_of(launch_command(asked, layout))
+        args = parse(words, asked.gpu)
+        assert validation.refusals(args) == []
+        assert (
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.context_parallel_size,
+        ) == (layout.tp, layout.pp, layout.cp)
+        assert args.seq_length == asked.sequence_length <= args.max_position_embeddings
+        assert args.train_iters * args.global_batch_size * args.seq_length >= 1e9
+        assert args.use_distributed_optimizer
+        processes = int(launcher[launcher.index("--nproc-per-node") + 1])
+        nodes = int(launcher[launcher.index("--nnodes") + 1]) if "--nnodes" in launcher else 1
+        assert processes * nodes == asked.gpus
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_flags_are_the_converters(name):
+    model = MODELS[name][0]
+    values = argument_values(model, dtype=torch.bfloat16, tokenizer=None, anchor=None)
+    theirs = {line.split(" ")[0]: line.split(" ")[1:] for line in flag_lines(values)}
+    theirs = {flag: value for flag, value in theirs.items() if flag not in TRAINED}
+    words, ours = shlex.split(" ".join(model_flags(model))), {}
+    for word in words:
+        if word.startswith("--"):
+            flag = word
+            ours[flag] = []
+        else:
+            ours[flag].append(word)
+    assert ours == theirs
+
+
+def test_a_longer_context_gets_the_papers_base_and_says_where_there_is_none():
+    llama = MODELS["llama-2-7b"][0]
+    assert trained_model(llama, 65536).rotary_base == 5e6
+    assert trained_model(llama, 131072).rotary_base == 1e7
+    assert trained_model(llama, 4096) == llama
+    assert trained_model(llama, 40960).rotary_base == 1e4
+    (note,) = notes(question(length=40960), Layout(dp=8))
+    assert re.search(r"--rotary-base stays 10000: .* choose one for 40960 tokens", note)
+    assert notes(question(), Layout(cp=8)) == []
+
+
+def test_the_ring_on_an_a100_is_told_to_need_flash_attn():
+    (note,) = notes(question(), Layout(cp=8, cp_comm="p2p"))
+    assert "needs flash-attn" in note
+    assert notes(question(gpu="H100"), Layout(cp=8, cp_comm="p2p")) == []

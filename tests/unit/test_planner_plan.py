@@ -1,0 +1,146 @@
+"""The answer as a whole: ranking, refusals with reasons, savings, and the command line."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from megatron_anchor.planner.cli import main, parser
+from megatron_anchor.planner.communication import communication_of
+from megatron_anchor.planner.gpus import GIB, find_gpu
+from megatron_anchor.planner.layout import Layout
+from megatron_anchor.planner.lengths import Lengths, long_documents, slimpajama_like
+from megatron_anchor.planner.memory import budget
+from megatron_anchor.planner.models import MODELS
+from megatron_anchor.planner.plan import Question, make_plan
+from megatron_anchor.planner.report import work_of
+
+PAPER = ["--model", "llama-2-7b", "--gpu", "A100-80GB", "--gpus", "8", "--seq-length", "65536"]
+
+
+def question(name="llama-2-7b", gpu="A100-80GB", gpus=8, length=65536, batch=8, **more):
+    lengths = more.pop("lengths", slimpajama_like(5000))
+    return Question(name, MODELS[name][0], lengths, find_gpu(gpu), gpus, length, batch, **more)
+
+
+def test_the_papers_setting_fits_and_saves_more_than_half():
+    asked = question()
+    plan = make_plan(asked)
+    assert plan.best.memory.total <= budget(asked.gpu) < 80 * GIB
+    assert all(c.memory.total <= budget(asked.gpu) for c in plan.choices)
+    assert 0.5 < asked.saving(plan.best.layout) < 0.75
+    # The paper's own layout: sequence parallelism over all GPUs, everything computed again.
+    assert 0.5 < asked.saving(Layout(cp=8, recompute="full")) < 0.75
+
+
+def test_savings_grow_with_the_length_and_shrink_with_long_documents():
+    layout = Layout(cp=8, recompute="full")
+    at = [question(length=length).saving(layout) for length in (16384, 65536, 131072)]
+    assert at == sorted(at)
+    assert question(lengths=long_documents(5000)).saving(layout) < at[1]
+    whole = Lengths("one document", np.array([10**8]))
+    assert question(lengths=whole).saving(layout) == pytest.approx(0, abs=0.01)
+
+
+def test_every_layout_is_offered_or_refused_once_and_the_fastest_comes_first():
+    plan = make_plan(question("llama-3-70b", "H100", 128, 131072))
+    keys = [str(c.layout) for c in plan.choices] + [str(r.layout) for r in plan.refused]
+    assert len(keys) == len(set(keys))
+    days = [c.days for c in plan.choices]
+    assert days == sorted(days)
+    assert all(c.layout.gpus == 128 for c in plan.choices)
+    kinds = {r.reasons[0].split(":")[0] for r in plan.refused}
+    assert {"heads", "batch", "placement", "memory"} <= kinds
+
+
+@pytest.mark.parametrize("gpus", [8, 1024, 16384])
+def test_up_to_16384_gpus_days_stay_above_what_the_work_alone_takes(gpus):
+    asked = question("llama-3-8b", "H100", gpus, batch=2048)
+    best = make_plan(asked).best
+    speed = gpus * asked.gpu.tflops * 1e12 * asked.assumed.linear
+    work = work_of(asked, best, "anchor")
+    alone = 1e9 * (work["parameter_flops"] + work["attention_flops"]) / speed / 86400
+    assert alone <= best.days < 3 * alone
+
+
+def test_a_question_without_an_answer_says_what_came_nearest():
+    plan = make_plan(question(gpus=1))
+    assert plan.choices == ()
+    with pytest.raises(ValueError, match=r"TP1 PP1 CP1 DP1 comes nearest and needs \d+\.\d GiB"):
+        _ = plan.best
+
+
+def test_communication_is_counted_in_rings():
+    model, sizes = MODELS["llama-2-7b"][0], {"sequence_length": 1024, "global_batch": 1}
+    assert communication_of(model, Layout(), **sizes).total == 0
+    ulysses = communication_of(model, Layout(cp=2), **sizes)
+    # A layer sends q, k, v and the output's half of a rank's 512 slots, forward and backward.
+    assert ulysses.context == 32 * 2 * (4 * 4096 * 512 * 2 / 2)
+    ring = communication_of(model, Layout(cp=2, cp_comm="p2p"), **sizes)
+    assert ring.context == 32 * 3 * (2 * 4096 * 512 * 2)
+    tensor = communication_of(model, Layout(tp=2), **sizes)
+    assert tensor.tensor == 32 * 10 * (4096 * 1024 * 2 / 2)
+    assert communication_of(model, Layout(pp=2), **sizes).pipeline == 2 * 4096 * 1024 * 2
+
+
+def test_the_command_line_prints_layouts_refusals_assumptions_and_the_command(capsys):
+    assert main(PAPER) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"anchor saves 5\d% of full attention's time at TP\d", text)
+    assert "layouts fit in 74.4 GiB a GPU" in text
+    assert "memory: needs 82." in text
+    assert "assumed, not measured: 60% of 312 TFLOP/s" in text
+    assert "-m megatron_anchor.pretrain_gpt" in text
+
+
+def test_one_layout_may_be_asked_for(capsys):
+    assert main([*PAPER, "--cp", "8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    (choice,) = answer["layouts"]
+    assert (choice["layout"]["cp"], choice["layout"]["tp"]) == (8, 1)
+    assert choice["memory"]["total"] < answer["memory_budget"]
+    assert set(answer["patterns"]) == {"anchor", "intra-document", "intra-document-reset", "full"}
+
+
+def test_a_refused_layout_ends_with_its_reason(capsys):
+    assert main([*PAPER, "--tp", "1"]) == 1
+    assert "needs 82." in capsys.readouterr().err
+    assert main(["--model", "qwen2.5-7b", "--seq-length", "65536", "--cp", "8"]) == 1
+    assert "28 query heads per TP rank cannot be shared by CP 8" in capsys.readouterr().err
+
+
+BAD = {
+    "--gpus 12": "--gpus 12: servers hold 8 A100-80GB; give a multiple of 8, such as 8",
+    "--gpus 0": "--gpus 0: expected 1 or more",
+    "--gpu A100-800GB": "--gpu A100-800GB: did you mean A100-80GB?",
+    "--seq-length 1": "--seq-length 1: expected 2 or more",
+    "--global-batch-size -3": "--global-batch-size -3: expected 1 or more",
+    "--corpus nowhere": "nowhere.bin does not exist",
+    "--length-table pile": "--length-table pile: known are slimpajama-like",
+    "--tp 3": "--gpus 8 is no multiple of TP 3 x PP 1 x CP 1 = 3",
+    "--cp 0": "--cp 0: expected 1 or more",
+    "--memory-gib -1": "--memory-gib -1: expected more than 0",
+    "--linear-efficiency 1.5": "--linear-efficiency 1.5: expected a share",
+    "--train-tokens 0": "--train-tokens 0: expected more than 0",
+    "--model llama": "--model llama: ",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_wrong_values_are_named_with_their_flag_and_the_remedy(flags, capsys):
+    assert main([*PAPER, *flags.split()]) == 1
+    assert BAD[flags] in capsys.readouterr().err
+
+
+def test_help_has_a_worked_example_that_parses():
+    text = parser().format_help()
+    example = re.search(r"plan_training.py (--model llama-2-7b.*?)\nwith", text, re.DOTALL)
+    parser().parse_args(example[1].replace("\\\n", " ").split())
+
+
+def test_a_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert main([*PAPER, "--png", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,103 @@
+"""Refusals of layouts, held against the validation that stops a real launch."""
+
+import copy
+import itertools
+import sys
+
+import pytest
+
+from megatron_anchor.attention.backends import Hardware
+from megatron_anchor.planner.gpus import find_gpu
+from megatron_anchor.planner.layout import Layout
+from megatron_anchor.planner.models import MODELS
+from megatron_anchor.planner.refusals import refusals
+from megatron_anchor.training import validation
+from megatron_anchor.training.arguments import add_anchor_arguments
+
+SIZES = (1, 2, 3, 4, 8, 16)
+VALIDATED = ("heads", "alignment", "kernel")
+"""Kinds that training/validation knows; Megatron's layers assert the others."""
+
+
+@pytest.fixture(scope="module")
+def namespace():
+    from megatron.training.arguments import parse_args
+
+    command = (
+        "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --bf16 "
+        "--max-position-embeddings 64 --micro-batch-size 1 --position-embedding-type rope "
+        "--attention-dropout 0 --eval-interval 10"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pretrain_gpt", *command.split()])
+        return parse_args(add_anchor_arguments)
+
+
+def arguments(namespace, model, layout, length):
+    args = copy.copy(namespace)
+    args.hidden_size, args.num_attention_heads, args.kv_channels = (
+        model.hidden,
+        model.heads,
+        model.head,
+    )
+    args.num_query_groups, args.group_query_attention = model.groups, True
+    args.seq_length = args.max_position_embeddings = length
+    args.tensor_model_parallel_size, args.sequence_parallel = layout.tp, layout.tp > 1
+    args.context_parallel_size, args.cp_comm_type = layout.cp, [layout.cp_comm]
+    return args
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "qwen2.5-7b", "qwen1.5-1.8b"])
+@pytest.mark.parametrize("kind", ["A100-80GB", "H100", "B200"])
+def test_a_layout_is_refused_exactly_where_a_launch_would_be(name, kind, namespace, monkeypatch):
+    model, gpu = MODELS[name][0], find_gpu(kind)
+    hardware = Hardware(
+        capability=gpu.capability,
+        packages={"transformer-engine": "2.20.2", "flash-attn": "2.8.3"},
+    )
+    monkeypatch.setattr(validation, "this_hardware", lambda: hardware)
+    seen = set()
+    for tp, cp, comm, length in itertools.product(SIZES, SIZES, ("a2a", "p2p"), (4096, 4100)):
+        layout = Layout(tp=tp, cp=cp, cp_comm=comm)
+        ours = [
+            reason
+            for reason in refusals(model, layout, gpu=gpu, sequence_length=length, global_batch=1)
+            if reason.startswith(VALIDATED)
+        ]
+        theirs = validation.refusals(arguments(namespace, model, layout, length))
+        assert bool(ours) == bool(theirs), f"{layout} at {length}: {ours} against {theirs}"
+        seen |= {reason.split(":")[0] for reason in ours} | ({"none"} if not ours else set())
+    assert {"none", "heads", "alignment"} <= seen
+
+
+def why(name="llama-2-7b", gpu="A100-80GB", length=65536, batch=8, **sizes):
+    found = refusals(
+        MODELS[name][0],
+        Layout(**sizes),
+        gpu=find_gpu(gpu),
+        sequence_length=length,
+        global_batch=batch,
+    )
+    return "\n".join(found)
+
+
+def test_every_kind_of_refusal_names_the_value_and_the_remedy():
+    assert why() == ""
+    assert "32 query heads cannot be shared by TP 3; use a divisor" in why(tp=3)
+    assert "8 key/value heads and TP 16" not in why("llama-3-8b", tp=16)
+    assert "2 query heads per TP rank cannot be shared by CP 4" in why(tp=16, cp=4)
+    assert "32 layers cannot be shared by PP 5" in why(pp=5)
+    assert "the padded vocabulary 152064 cannot be shared by TP 7" in why("qwen2.5-7b", tp=7)
+    assert "--seq-length 1000 is no multiple of 16 (CP 8 x 2 x TP 1)" in why(length=1000, cp=8)
+    assert "the next lower one is 992" in why(length=1000, cp=8)
+    assert "a global batch of 8 cannot be shared by 16" in why(dp=16)
+    assert "TP 16 would reach beyond a server of 8 GPUs" in why(tp=16)
+
+
+def test_wide_heads_have_no_ring_where_the_kernel_has_none(monkeypatch):
+    import dataclasses
+
+    wide = dataclasses.replace(MODELS["llama-3-8b"][0], head=256)
+    monkeypatch.setitem(MODELS, "wide", (wide, ""))
+    assert "head dimensions up to 128" in why("wide", gpu="B200", cp=8, cp_comm="p2p")
+    assert why("wide", gpu="H100", cp=8, cp_comm="p2p") == ""

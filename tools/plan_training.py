@@ -1,0 +1,11 @@
+"""Plan a run before paying for it: layouts, memory, days, launch command; see docs/planner.md."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_anchor.planner.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
