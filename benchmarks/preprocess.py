@@ -34,6 +34,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -84,8 +86,9 @@ def _worker_times(_: int) -> tuple[int, float]:
 
 
 def _core_seconds() -> float:
-    """Processor time of this process and of those of its children that have ended."""
-    return sum(os.times()[:4])
+    """Processor time of this process and of all its children, ended or not."""
+    running = (child.cpu_times() for child in psutil.Process().children())
+    return sum(os.times()[:4]) + sum(times.user + times.system for times in running)
 
 
 def measure_megatron(source: Path, model: str, workers: int, folder: Path) -> tuple[float, float]:
@@ -116,27 +119,28 @@ def measure_ours(
 ) -> tuple[float, float]:
     """Seconds and core seconds of our run after its workers are ready, all files in place.
 
-    The core seconds of starting are those of a run on the first row.
+    Counters are read when the pool of workers is ready and when all of it has ended; they only
+    grow, so however short the input is, neither difference is negative.
     """
+    started: list[float] = []
+    module = sys.modules[preprocess.__module__]
+    make_pool = module.make_pool
 
-    def run(path: Path, name: str) -> tuple[float, float]:
-        config = PreprocessConfig(
-            input=(str(path),),
-            output_prefix=str(folder / name),
-            tokenizer=TokenizerConfig(tokenizer_model=model, engine=engine),
-            workers=workers,
-            progress=False,
-        )
-        before = _core_seconds()
-        seconds = preprocess(config).processing_seconds
-        return seconds, _core_seconds() - before
+    def marked(*args: Any, **settings: Any) -> Any:
+        pool = make_pool(*args, **settings)
+        started.append(_core_seconds())
+        return pool
 
-    first = folder / "first.jsonl"
-    with open(source, encoding="utf-8") as lines:
-        first.write_text(next(lines), encoding="utf-8")
-    _, starting = run(first, "first")
-    seconds, cores = run(source, "ours")
-    return seconds, cores - starting
+    module.make_pool = marked
+    config = PreprocessConfig(
+        input=(str(source),),
+        output_prefix=str(folder / "ours"),
+        tokenizer=TokenizerConfig(tokenizer_model=model, engine=engine),
+        workers=workers,
+        progress=False,
+    )
+    seconds = preprocess(config).processing_seconds
+    return seconds, _core_seconds() - started[0]
 
 
 def measure_raw(source: Path, model: str, workers: int, engine: str) -> tuple[float, float]:

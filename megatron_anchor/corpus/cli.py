@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers.choose import ENGINES, TOKENIZER_TYPES, TokenizerConfig
@@ -73,18 +76,37 @@ def tokenizer_config(args: argparse.Namespace) -> TokenizerConfig:
     return TokenizerConfig(**values)
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as a batch system sends it: ends a command like Ctrl-C."""
+
+
 def run(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
-    """Run a command: `CorpusError` becomes a message and exit code 1, Ctrl-C exit code 130."""
+    """Run a command: errors become a message and exit code 1, Ctrl-C 130, and SIGTERM 143."""
     try:
-        return command(argv)
-    except CorpusError as error:
-        print(f"error: {error}", file=sys.stderr)
+        with _terminating():
+            return command(argv)
+    except (CorpusError, OSError) as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: {error}", file=sys.stderr)
         return 1
+    except _Terminated:
+        print("ended by SIGTERM", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
-        print("interrupted; finished parts are kept, add --resume to go on", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 1
-    except OSError as error:  # a folder without rights, a disk that went away
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+
+
+@contextlib.contextmanager
+def _terminating() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can take signals
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -7,9 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
+from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.preprocess import NO_ENGINE, PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.sources import FORMATS
 
@@ -111,19 +113,41 @@ def config_from(args: argparse.Namespace) -> PreprocessConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, preprocess, print; 0 when every good row was written."""
-    args = parser().parse_args(argv)
+    args = parser().parse_args(_with_shard_joined(sys.argv[1:] if argv is None else argv))
     config = config_from(args)
-    if args.executor == "ray":
-        from megatron_anchor.corpus.distributed import preprocess_on_ray
-
-        summary = preprocess_on_ray(config, shards=args.shards)
-    else:
-        summary = preprocess(config)
+    if args.shards and args.executor != "ray":
+        raise CorpusError("--shards is for --executor ray; --shard I/N does one part here")
+    kept = Path(f"{config.output_prefix}.{'shards' if args.executor == 'ray' else 'partial'}")
+    try:
+        summary = _execute(args, config)
+    except KeyboardInterrupt:
+        if kept.exists():
+            print(f"what was finished is kept in {kept}: go on with --resume", file=sys.stderr)
+        raise
     if args.json:
         print(json.dumps(asdict(summary)))
     else:
         print_summary(summary)
     return 0
+
+
+def _execute(args: argparse.Namespace, config: PreprocessConfig) -> Summary:
+    if args.executor == "local":
+        return preprocess(config)
+    from megatron_anchor.corpus.distributed import preprocess_on_ray
+
+    return preprocess_on_ray(config, shards=args.shards)
+
+
+def _with_shard_joined(argv: Sequence[str]) -> list[str]:
+    """`--shard -1/5` as `--shard=-1/5`: a wrong value, not an unknown flag."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] == "--shard" and word[:1] == "-" and word[1:2].isdigit():
+            joined[-1] = f"--shard={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def print_summary(summary: Summary) -> None:

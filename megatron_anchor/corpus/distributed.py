@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.errors import CorpusError, RowError
 from megatron_anchor.corpus.manifest import KeyManifest, domains_path, manifest_path
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
@@ -66,7 +66,8 @@ def preprocess_on_ray(config: PreprocessConfig, *, shards: int = 0) -> Summary:
                 except ray.exceptions.RayError as error:
                     for other in pending:
                         ray.cancel(other, force=True)
-                    raise _readable(error, configs[number]) from error
+                    folder = Path(f"{config.output_prefix}.shards")
+                    raise _readable(error, configs[number], folder=folder) from error
                 bar.update()
     finally:
         if started:
@@ -90,15 +91,21 @@ def _run_shard(config: PreprocessConfig) -> Summary:
     return preprocess(config)
 
 
-def _readable(error: Exception, config: PreprocessConfig) -> CorpusError:
-    """The shard's own message without Ray's traceback."""
+def _readable(error: Exception, shard: PreprocessConfig, *, folder: Path) -> CorpusError:
+    """The shard's own message without Ray's traceback, and what is left to go on from."""
     cause = getattr(error, "cause", None)
+    if isinstance(cause, RowError):
+        cause = RowError(cause.rejection)  # the shard's own folder is no place to go on from
     if isinstance(cause, CorpusError):
-        return CorpusError(f"shard {config.shard}: {cause}")
-    last = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        why = f"shard {shard.shard}: {cause}"
+    else:
+        last = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        why = f"shard {shard.shard} failed on Ray ({last})"
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return CorpusError(why)
     return CorpusError(
-        f"shard {config.shard} failed on Ray ({last}); finished shards are kept: run again with "
-        "--resume"
+        f"{why}. What was finished is kept in {folder}: add --resume to go on from there, or "
+        "--overwrite to begin anew"
     )
 
 

@@ -85,14 +85,29 @@ class PreprocessConfig:
             raise CorpusError(f"--on-error {self.on_error}: expected stop or skip")
         if self.pretokenized and len(self.json_keys) != 1:
             raise CorpusError("pre-tokenized rows have one key of ids; give a single --json-keys")
+        if self.pretokenized and self.split_sentences:
+            raise CorpusError("--split-sentences needs text, and rows of --pretokenized hold ids")
         bad = [key for key in self.json_keys if not key or os.sep in key]
         if bad or len(set(self.json_keys)) != len(self.json_keys):
             raise CorpusError(f"--json-keys {list(self.json_keys)}: expected different names")
         if self.max_row_mb < 1:
             raise CorpusError(f"--max-row-mb {self.max_row_mb}: expected at least 1")
-        for name in ("workers", "chunk_kb"):
-            if getattr(self, name) < 0:
+        for name in ("workers", "chunk_kb", "checkpoint_seconds"):
+            if not getattr(self, name) >= 0:  # nor NaN
                 raise CorpusError(f"--{name.replace('_', '-')} {getattr(self, name)}: below 0")
+
+    @property
+    def notes(self) -> list[str]:
+        """Settings that have no effect, for the user to know."""
+        if self.split_sentences:
+            return []
+        of_sentences = {
+            "--keep-newlines": self.keep_newlines,
+            "--lang": self.lang != "english",
+            "--punkt-path": self.punkt_path is not None,
+        }
+        given = [flag for flag, is_given in of_sentences.items() if is_given]
+        return [f"{flag} has no effect without --split-sentences" for flag in given]
 
 
 @dataclass(frozen=True)
@@ -187,7 +202,7 @@ def _process(
     return _summary(
         output,
         manifests,
-        notes=[note, *tokenizer.notes],
+        notes=[note, *tokenizer.notes, *config.notes],
         engine=recipe.name,
         began=began,
         ready=ready,

@@ -66,7 +66,21 @@ def resolve(
         domain = domains[min(number, len(domains) - 1)] if domains else None
         paths = [text] if text.startswith("hf://") else _expand(text)
         sources += [_source(path, domain=domain, input_format=input_format) for path in paths]
+    _refuse_doubled(sources)
     return sources
+
+
+def _refuse_doubled(sources: Sequence[Source]) -> None:
+    seen: dict[str, str] = {}
+    for source in sources:
+        real = source.path if source.format == "hub" else os.path.realpath(source.path)
+        if real in seen:
+            others = f" and as {seen[real]}" if seen[real] != source.path else ""
+            raise CorpusError(
+                f"--input: {source.path} is given twice{others}, so its rows would be doubled; "
+                "name every file once (a folder or a pattern may hold it already)"
+            )
+        seen[real] = source.path
 
 
 def _expand(text: str) -> list[str]:

@@ -518,6 +518,11 @@ def test_two_runs_cannot_write_one_output(tmp_path, monkeypatch):
         ({"json_keys": ("a", "b"), "pretokenized": True}, "single --json-keys"),
         ({"max_row_mb": 0}, "--max-row-mb 0"),
         ({"workers": -1}, "--workers -1"),
+        ({"chunk_kb": -1}, "--chunk-kb -1"),
+        ({"checkpoint_seconds": -1.0}, "--checkpoint-seconds -1"),
+        ({"checkpoint_seconds": float("nan")}, "--checkpoint-seconds nan"),
+        ({"shard": "-1/5"}, "--shard -1/5"),
+        ({"pretokenized": True, "split_sentences": True}, "--split-sentences needs text"),
     ],
 )
 def test_wrong_settings_are_refused_at_the_start(tmp_path, config, message):
@@ -532,6 +537,61 @@ def test_inputs_that_are_not_there_are_named(tmp_path, name, monkeypatch):
     (tmp_path / "in.docx").touch()
     with pytest.raises(CorpusError, match="--input"):
         run(tmp_path / "out", Path(name))
+
+
+@pytest.mark.parametrize("how", ["twice", "dots", "link", "folder", "pattern"])
+def test_a_file_given_twice_is_refused_however_it_is_written(tmp_path, how):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    source = write_jsonl(folder / "a.jsonl", ["a"])
+    (tmp_path / "link.jsonl").symlink_to(source)
+    again = {
+        "twice": source,
+        "dots": folder / ".." / "data" / "a.jsonl",
+        "link": tmp_path / "link.jsonl",
+        "folder": folder,
+        "pattern": folder / "*.jsonl",
+    }[how]
+    for inputs in ((source, again), (again, source)):
+        with pytest.raises(CorpusError, match=r"a.jsonl|link.jsonl.* given twice.*doubled"):
+            run(tmp_path / "out", *inputs)
+    assert run(tmp_path / "out", folder).documents == [1]
+
+
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [
+        ({"keep_newlines": True}, "--keep-newlines"),
+        ({"lang": "german"}, "--lang"),
+        ({"punkt_path": "x"}, "--punkt-path"),
+    ],
+)
+def test_flags_without_effect_are_told(tmp_path, config, flag):
+    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    notes = run(tmp_path / "out", source, **config).notes
+    assert f"{flag} has no effect without --split-sentences" in notes
+    assert not [n for n in run(tmp_path / "other", source).notes if "no effect" in n]
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_says_what_is_kept(tmp_path, how, code):
+    source = write_jsonl(tmp_path / "in.jsonl", texts() * 400)
+    command = [sys.executable, str(TOOL), "--input", str(source), "--workers", "1"]
+    command += ["--output-prefix", str(tmp_path / "out"), "--chunk-kb", "4", "--no-progress"]
+    command += ["--tokenizer-type", "ByteLevelTokenizer", "--checkpoint-seconds", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    state = tmp_path / "out.partial" / "state.json"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if state.exists() and json.loads(state.read_text())["rows_read"]:
+            break
+        time.sleep(0.005)
+    process.send_signal(how)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    assert f"kept in {tmp_path / 'out.partial'}: go on with --resume" in stderr
+    assert "Traceback" not in stderr
+    assert no_result(tmp_path / "out")
 
 
 _PIECES = st.one_of(

@@ -89,6 +89,37 @@ def test_errors_are_one_message_and_exit_code_1(tmp_path, capsys):
     assert "Traceback" not in captured.err
 
 
+def test_a_shard_below_0_and_shards_without_ray_are_one_message(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    flags = ["--input", str(source), "--output-prefix", str(tmp_path / "o")]
+    flags += ["--tokenizer-type", "ByteLevelTokenizer"]
+    for more, message in (
+        (["--shard", "-1/5"], "--shard -1/5: expected i/n"),
+        (["--shard=-1/5"], "--shard -1/5: expected i/n"),
+        (["--shards", "4"], "--shards is for --executor ray"),
+    ):
+        assert run(cli_preprocess.main, [*flags, *more]) == 1
+        assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_ray_names_what_a_failed_run_leaves(tmp_path):
+    """Without a cluster: the message is made of the shard's error and of what lies there."""
+    from megatron_anchor.corpus import Rejection, RowError
+    from megatron_anchor.corpus.distributed import _readable
+
+    shard = PreprocessConfig(input=("x",), output_prefix="x", shard="1/2")
+    folder = tmp_path / "many.shards"
+    failure = RuntimeError("task died")
+    assert "--resume" not in str(_readable(failure, shard, folder=folder))
+    folder.mkdir()
+    (folder / "0_of_2_text_document.idx").touch()
+    failure.cause = RowError(Rejection("in.jsonl", 7, "not a string"), kept="1_of_2.partial")
+    message = str(_readable(failure, shard, folder=folder))
+    assert "shard 1/2: in.jsonl:7: not a string" in message
+    assert f"kept in {folder}: add --resume" in message
+    assert "1_of_2.partial" not in message
+
+
 def test_flags_that_megatron_users_know_are_all_there():
     known = "--input --json-keys --output-prefix --append-eod --workers --split-sentences "
     known += "--keep-newlines --lang --tokenizer-type --tokenizer-model --vocab-file --merge-file "

@@ -88,8 +88,8 @@ def load_folder(
     if offline and not hub.is_cached(path):
         raise CorpusError(
             f"--tokenizer-model {path}: there is no such folder here, no copy in the cache of the "
-            "Hugging Face hub, and the hub cannot be reached; give a folder, or load the model once "
-            "where there is a network"
+            "Hugging Face hub, and the hub cannot be reached; give a folder, or load the model "
+            "once where there is a network"
         )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
