@@ -5,35 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-SLIMPAJAMA_MEAN = 23_918_118_724 / 5_489_000 / 4
-"""Tokens of a document: bytes over documents of SlimPajama-6B's training split (dataset card of
-DKYoon/SlimPajama-6B on Hugging Face), at 4 bytes a token. 1089."""
-
-SLIMPAJAMA_SIGMA = 1.2
-"""Spread of the log-normal law that we lay through that mean: our assumption, no published figure.
-One document in a hundred is then longer than 8 500 tokens."""
-
-LONG_SHARE = 0.5
-"""Share of tokens from documents of 32 K and more in the `long` table. Up-sampled mixtures for
-context extension are of this kind (arXiv 2402.10171, 2411.13476); the share is our assumption."""
+from megatron_anchor.planner import lengths as tables
 
 DRAWS = 21
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """A source of document lengths."""
-
-    name: str
-    lengths: np.ndarray
-    """Tokens of each document, to be drawn from."""
+class Lengths(tables.Lengths):
+    """A source of document lengths, to draw samples from."""
 
     def pack(self, seq_length: int) -> list[int]:
         """Draw samples and give the one of median attention work."""
@@ -50,31 +35,19 @@ class Lengths:
         return lengths
 
 
-def slimpajama_like(count: int = 100_000) -> Lengths:
+def slimpajama_like() -> Lengths:
     """Lengths with SlimPajama's mean."""
-    mu = np.log(SLIMPAJAMA_MEAN) - SLIMPAJAMA_SIGMA**2 / 2
-    drawn = np.random.default_rng(1).lognormal(mu, SLIMPAJAMA_SIGMA, count)
-    return Lengths("slimpajama-like", np.maximum(drawn.astype(np.int64), 1))
+    return Lengths(*astuple(tables.slimpajama_like()))
 
 
-def long_documents(count: int = 100_000) -> Lengths:
+def long_documents() -> Lengths:
     """The same with documents of 32 K to 128 K tokens mixed in."""
-    short = slimpajama_like(count).lengths
-    long = np.random.default_rng(2).integers(32_768, 131_072, count)
-    share = LONG_SHARE * short.mean() / (LONG_SHARE * short.mean() + (1 - LONG_SHARE) * long.mean())
-    is_long = np.random.default_rng(3).random(count) < share
-    return Lengths("long-upsampled", np.where(is_long, long, short))
+    return Lengths(*astuple(tables.long_documents()))
 
 
 def from_corpus(prefix: str) -> Lengths:
     """Lengths of a real corpus in Megatron's .bin/.idx form."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(prefix)
-    return Lengths(
-        Path(prefix).name,
-        np.add.reduceat(dataset.sequence_lengths, dataset.document_indices[:-1], dtype=np.int64),
-    )
+    return Lengths(*astuple(tables.of_corpus(prefix)))
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
