@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+from pathlib import Path
 
 from megatron_anchor.checkpoint.extension import BASES, extended
 from megatron_anchor.checkpoint.model import Model
@@ -17,7 +19,8 @@ PLACES = {
     "RUN": "run",
 }
 """Shell variables of the command: the tokenizer's folder, the converted checkpoint, the corpus'
-prefix, and the folder that the run is saved in and resumed from."""
+prefix, and the folder that the run is saved in and resumed from; a model's folder and a corpus that
+the plan was asked about take their places."""
 
 RECIPE = (
     "--lr 2e-5 --lr-decay-style constant --weight-decay 0.1",
@@ -111,7 +114,10 @@ def launch_command(question: Question, layout: Layout, *, tokens: float = 1e9) -
         '--data-path "$DATA" --split 100,0,0 --eval-iters 0 --eval-interval 1000',
         '--pretrained-checkpoint "$START" --load "$RUN" --save "$RUN" --save-interval 500',
     ]
-    places = [f"{name}={place}" for name, place in PLACES.items()]
+    known = {"DATA": question.lengths.prefix} if question.lengths.prefix else {}
+    if Path(question.name).is_dir():
+        known["MODEL"] = question.name
+    places = [f"{name}={shlex.quote(place)}" for name, place in (PLACES | known).items()]
     settings = ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
     return "\n".join([*settings, *places, " \\\n    ".join(lines)])
 

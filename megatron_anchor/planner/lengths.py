@@ -31,6 +31,8 @@ class Lengths:
     name: str
     lengths: np.ndarray
     """int64 tokens of each document, the end-of-document token included, the anchor not."""
+    prefix: str | None = None
+    """Of the corpus that they were read from."""
 
 
 def slimpajama_like(count: int = 100_000) -> Lengths:
@@ -62,7 +64,7 @@ def of_corpus(prefix: str | Path) -> Lengths:
     lengths = IndexedCorpus.open(prefix).document_lengths()
     if not (lengths > 0).any():
         raise PlanError(f"--corpus {prefix}: it holds no token; preprocess it again")
-    return Lengths(Path(prefix).name, lengths[lengths > 0])
+    return Lengths(Path(prefix).name, lengths[lengths > 0], prefix)
 
 
 def find_lengths(*, corpus: str | None, table: str) -> Lengths:

@@ -141,8 +141,8 @@ def _layouts(plan: Plan, most: int) -> str:
     head = ["layout", "recompute", "GiB", "states", "kept", "GB sent"]
     head += ["s a step", "sending", "waiting", "days"]
     return (
-        f"{len(plan.choices)} layouts fit in {budget(plan.question.gpu) / GIB:.1f} GiB a GPU, the "
-        f"fastest first:\n{_table(head, rows)}"
+        f"fitting in {budget(plan.question.gpu) / GIB:.1f} GiB a GPU: {len(plan.choices)}, "
+        f"the fastest first:\n{_table(head, rows)}"
     )
 
 
@@ -151,7 +151,7 @@ def _refused(plan: Plan, most: int) -> str:
         return ""
     kinds = Counter(r.reasons[0].split(":")[0] for r in plan.refused)
     counts = ", ".join(f"{kinds[kind]} for {kind}" for kind in KINDS if kinds[kind])
-    lines = [f"{len(plan.refused)} layouts refused: {counts}"]
+    lines = [f"refused: {len(plan.refused)} ({counts})"]
     for kind in KINDS:
         of_kind = [r for r in plan.refused if r.reasons[0].startswith(kind)]
         lines += [f"  {r.layout}: {r.reasons[0]}" for r in of_kind[:most]]

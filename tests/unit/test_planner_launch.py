@@ -1,11 +1,13 @@
 """The printed command, read by the parser and the validation of the program that it starts."""
 
+import dataclasses
 import re
 import shlex
 import string
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from megatron_anchor.checkpoint.megatron_args import argument_values, flag_lines
 from megatron_anchor.planner.gpus import find_gpu
 from megatron_anchor.planner.launch import launch_command, model_flags, notes, trained_model
 from megatron_anchor.planner.layout import Layout
-from megatron_anchor.planner.lengths import slimpajama_like
+from megatron_anchor.planner.lengths import Lengths, slimpajama_like
 from megatron_anchor.planner.models import MODELS
 from megatron_anchor.planner.plan import Question, make_plan
 from megatron_anchor.training import validation
@@ -32,9 +34,9 @@ def question(name="llama-2-7b", gpu="A100-80GB", gpus=8, length=65536, batch=8):
 def words_of(command):
     """What the shell makes of it: the words behind the program's name."""
     *settings, launch = command.replace("\\\n", " ").splitlines()
-    places = dict(line.split("=") for line in settings if not line.startswith("export"))
-    launch = string.Template(launch).safe_substitute(places)
-    words = shlex.split(launch)
+    settings = [shlex.split(line)[0] for line in settings if not line.startswith("export")]
+    places = dict(line.split("=", 1) for line in settings)
+    words = [string.Template(word).safe_substitute(places) for word in shlex.split(launch)]
     program = words.index("megatron_anchor.pretrain_gpt")
     return words[:program], words[program + 1 :]
 
@@ -129,3 +131,14 @@ def test_the_ring_on_an_a100_is_told_to_need_flash_attn():
     (note,) = notes(question(), Layout(cp=8, cp_comm="p2p"))
     assert "needs flash-attn" in note
     assert notes(question(gpu="H100"), Layout(cp=8, cp_comm="p2p")) == []
+
+
+def test_the_corpus_and_the_folder_that_were_asked_about_stand_in_the_command(tmp_path):
+    asked = dataclasses.replace(
+        question(),
+        name=str(tmp_path),
+        lengths=Lengths("mine", np.array([500]), prefix="corpus/it's mine"),
+    )
+    _, words = words_of(launch_command(asked, Layout(cp=8)))
+    assert words[words.index("--data-path") + 1] == "corpus/it's mine"
+    assert words[words.index("--tokenizer-model") + 1] == str(tmp_path)

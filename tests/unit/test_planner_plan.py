@@ -88,7 +88,7 @@ def test_the_command_line_prints_layouts_refusals_assumptions_and_the_command(ca
     assert main(PAPER) == 0
     text = capsys.readouterr().out
     assert re.search(r"anchor saves 5\d% of full attention's time at TP\d", text)
-    assert "layouts fit in 74.4 GiB a GPU" in text
+    assert "fitting in 74.4 GiB a GPU: " in text
     assert "memory: needs 82." in text
     assert "assumed, not measured: 60% of 312 TFLOP/s" in text
     assert "-m megatron_anchor.pretrain_gpt" in text
