@@ -153,7 +153,8 @@ def test_an_array_cut_anywhere_gives_the_elements_before_and_one_flaw(values, da
     assert isinstance(last, Flaw)
     assert last.kind == "file cut short"
     shown = b",".join([*before, *([last.raw] if last.raw else [])])
-    assert b"[" + shown == whole[:keep].rstrip(b" ").removesuffix(b",")
+    left = whole[:keep].rstrip(b" ")  # of which a comma between elements is in none of them
+    assert b"[" + shown in (left, left.removesuffix(b","))
 
 
 @pytest.mark.parametrize("rest", [b"\n[{}]", b'{"text": "b"}', b" trailing", b"]", b","])
