@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,6 +93,16 @@ def test_the_command_line_prints_layouts_refusals_assumptions_and_the_command(ca
     assert "memory: needs 82." in text
     assert "assumed, not measured: 60% of 312 TFLOP/s" in text
     assert "-m megatron_anchor.pretrain_gpt" in text
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    shown = re.search(r"```\n(anchor saves.*?)```", page, re.DOTALL)[1].splitlines()
+    assert main(PAPER) == 0
+    printed = capsys.readouterr().out
+    for line in shown:
+        assert line.removesuffix("...").strip() in printed, line
+    assert len(shown) > 8
 
 
 def test_one_layout_may_be_asked_for(capsys):
