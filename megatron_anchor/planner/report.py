@@ -120,9 +120,11 @@ def _patterns(question: Question, best: Choice) -> str:
             ]
         )
     head = ["pattern", "parameters", "attention", "of full", "s a step", "days"]
+    saved = round(100 * question.saving(best.layout))
+    claim = "" if question.pattern == "full" else f"saves {saved}% of full attention's time "
     return (
-        f"{question.pattern} saves {question.saving(best.layout):.0%} of full attention's time at "
-        f"{best.layout}; GFLOP a token, and days for 10^9 tokens:\n{_table(head, rows)}"
+        f"{question.pattern} {claim}at {best.layout}; GFLOP a token, and days for 10^9 tokens:\n"
+        f"{_table(head, rows)}"
     )
 
 

@@ -96,9 +96,9 @@ def lay_out(
     """Lay out `SAMPLES` samples; documents are drawn at random, with repetitions."""
     generator = np.random.default_rng(seed)
     slots = int(SAMPLES * sequence_length * 1.1) + int(lengths.lengths.max())
-    count = max(int(slots / lengths.lengths.mean() * 1.2), 8)
+    count = max(int(slots / (lengths.lengths.mean() + 1) * 1.2), 8)
     drawn: np.ndarray = generator.choice(lengths.lengths, count)
-    while drawn.sum() < slots:
+    while drawn.sum() + len(drawn) < slots:
         drawn = np.append(drawn, generator.choice(lengths.lengths, count))
     filled = int(np.sum(_aligned(drawn + 1, alignment)))
     return Samples(

@@ -105,6 +105,13 @@ def test_the_page_shows_what_the_command_prints(capsys):
     assert len(shown) > 8
 
 
+def test_no_saving_is_claimed_where_there_is_none(capsys):
+    assert main([*PAPER, "--attention-pattern", "full"]) == 0
+    assert "\nfull at TP" in capsys.readouterr().out
+    assert main([*PAPER[:-1], "64"]) == 0
+    assert "anchor saves 0% of" in capsys.readouterr().out
+
+
 def test_one_layout_may_be_asked_for(capsys):
     assert main([*PAPER, "--cp", "8", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
