@@ -47,7 +47,7 @@ MODELS = {
     "qwen2": ("Qwen2", {}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen3 untied, attention bias": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+    "qwen3 untied": ("Qwen3", {"head_dim": 8}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3 moe": (
         "Qwen3Moe",

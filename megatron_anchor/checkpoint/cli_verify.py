@@ -17,7 +17,7 @@ from megatron_anchor.checkpoint.verify import (
     compare_logits,
     compare_tensors,
     open_checkpoint,
-    rope_differences,
+    setting_differences,
     text_tokens,
 )
 
@@ -70,9 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Files() as files:
         checkpoint = open_checkpoint(args.megatron, files, iteration=args.iteration)
         bits = compare_tensors(checkpoint, folder, files)
-        rope, found = rope_differences(checkpoint, folder), None
+        settings = setting_differences(checkpoint, folder, their_rope=args.extended)
+        found = None
         if not args.no_logits:
-            text = Path(args.text_file).read_text() if args.text_file else args.text or TEXT
+            text = TEXT if args.text is None else args.text
+            if args.text_file:
+                text = Path(args.text_file).read_text()
             tokens_S = text_tokens(text, folder, limit=args.max_tokens)
             found = compare_logits(
                 checkpoint,
@@ -81,25 +84,37 @@ def main(argv: Sequence[str] | None = None) -> int:
                 dtype=DTYPES[args.dtype],
                 their_rope=args.extended,
             )
-    passed = bits.passed and (found is None or found.passed) and (args.extended or not rope)
+    passed = bits.passed and (found is None or found.passed) and not settings
     if args.json:
         logits = None if found is None else {**asdict(found), "passed": found.passed}
         print(
-            json.dumps({"passed": passed, "tensors": asdict(bits), "rope": rope, "logits": logits})
+            json.dumps(
+                {
+                    "passed": passed,
+                    "tensors": asdict(bits),
+                    "settings": settings,
+                    "logits": logits,
+                }
+            )
         )
     else:
-        _print(bits, rope, found, passed=passed)
+        _print(bits, settings, found, passed=passed)
     return 0 if passed else 1
 
 
 def _print(
-    bits: TensorVerdict, rope: list[str], found: LogitVerdict | None, *, passed: bool
+    bits: TensorVerdict, settings: list[str], found: LogitVerdict | None, *, passed: bool
 ) -> None:
-    print(f"tensors: {bits.tensors - len(bits.different)} of {bits.tensors} equal bit by bit")
+    print(
+        f"tensors: {bits.tensors - len(bits.different)} of {bits.tensors} equal bit by bit"
+        + (" after a cast" if bits.cast else "")
+    )
+    for pair, count in bits.cast.items():
+        print(f"  other dtype: {count} tensors are {pair}")
     for name in bits.different[:10]:
         print(f"  differs: {name}")
-    for difference in rope:
-        print(f"other positions: {difference}")
+    for difference in settings:
+        print(f"other setting: {difference}")
     if found is not None:
         print(
             f"logits on {found.tokens} tokens: largest difference {found.largest_difference:.3g} "
@@ -107,4 +122,5 @@ def _print(
             f"{found.floor:.3g}; standard deviation {found.spread:.3g})"
         )
         print(f"  KL divergence {found.kl:.3g} nats, top-1 agreement {found.top1_agreement:.2%}")
-    print("PASSED: the same model" if passed else "FAILED: not the same model")
+    cast = " but for its dtype" if bits.cast else ""
+    print(f"PASSED: the same model{cast}" if passed else "FAILED: not the same model")

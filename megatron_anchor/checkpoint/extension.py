@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.model import Model
@@ -33,7 +34,8 @@ def extended(
         positions: ``max_position_embeddings``.
 
     Raises:
-        CheckpointError: for a target length that is not in the table, or values below 1.
+        CheckpointError: for a target length that is not in the table, values below 1, or a base
+            that Megatron cannot be given.
     """
     if extend_to is not None and extend_to not in BASES:
         raise CheckpointError(
@@ -41,11 +43,17 @@ def extended(
             "length set --max-position-embeddings and --rotary-base"
         )
     for flag, value in (("--rotary-base", rotary_base), ("--max-position-embeddings", positions)):
-        if value is not None and value < 1:
+        if value is not None and not (1 <= value < math.inf):
             raise CheckpointError(f"{flag} {value}: expected a number of at least 1")
     table_base = BASES[extend_to] if extend_to else None
+    base = float(rotary_base or table_base or model.rotary_base)
+    if not base.is_integer():
+        raise CheckpointError(
+            f"RoPE base {base}: Megatron's --rotary-base is a whole number; to train with another "
+            f"base set --rotary-base {base:.0f}"
+        )
     return dataclasses.replace(
         model,
-        rotary_base=float(rotary_base or table_base or model.rotary_base),
+        rotary_base=base,
         positions=int(positions or extend_to or model.positions),
     )

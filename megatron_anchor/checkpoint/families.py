@@ -251,7 +251,14 @@ class Family:
     """Norms that Transformer Engine does not fuse into a linear layer; these ask for one too."""
     biases: Callable[[Mapping[str, Any]], Mapping[str, bool]] = lambda config: {}
     """Which biases a config.json asks for, as fields of `Model`."""
+    bias_places: tuple[str, ...] = ()
+    """Which biases it can have at all, as fields of `Model`."""
     qk_norm: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        """Its MLPs are mixtures of experts."""
+        return any(EXPERT in name for name in self.linear_layers)
 
 
 def _llama_biases(config: Mapping[str, Any]) -> dict[str, bool]:
@@ -268,16 +275,20 @@ def _qwen3_biases(config: Mapping[str, Any]) -> dict[str, bool]:
     return {"qkv_bias": attention, "output_bias": attention}
 
 
+BIASED = ("qkv_bias", "output_bias", "mlp_bias")
 DENSE = OUTER + ATTENTION + DENSE_MLP
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(DENSE, "llama", biases=_llama_biases),
+    "LlamaForCausalLM": Family(DENSE, "llama", biases=_llama_biases, bias_places=BIASED),
     "MistralForCausalLM": Family(DENSE, "mistral"),
-    "Qwen2ForCausalLM": Family(DENSE, "qwen2", biases=lambda config: {"qkv_bias": True}),
+    "Qwen2ForCausalLM": Family(
+        DENSE, "qwen2", biases=lambda config: {"qkv_bias": True}, bias_places=BIASED[:1]
+    ),
     "Qwen3ForCausalLM": Family(
         DENSE,
         "qwen3",
         separate_norms=(FINAL_NORM, *HEAD_NORMS),
         biases=_qwen3_biases,
+        bias_places=BIASED[:2],
         qk_norm=True,
     ),
     "MixtralForCausalLM": Family(
@@ -292,10 +303,12 @@ FAMILIES: dict[str, Family] = {
         MOE_LAYERS,
         (FINAL_NORM, MLP_NORM, *HEAD_NORMS),
         biases=_qwen3_biases,
+        bias_places=BIASED[:2],
         qk_norm=True,
     ),
 }
 
+CAUSAL = "ForCausalLM"
 RECOMPUTED = {
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "follows from the RoPE settings",
     r"model\.rotary_emb\.inv_freq": "follows from the RoPE settings",
@@ -311,11 +324,28 @@ def family_of(name: str) -> Family:
     """
     if name in FAMILIES:
         return FAMILIES[name]
-    near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.0)
+    # Most of any two names is the ending that all have.
+    kinds = {known.removesuffix(CAUSAL).lower(): known for known in FAMILIES}
+    kind = re.sub(f"{CAUSAL}$", "", name, flags=re.IGNORECASE).lower()
+    near = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.7)
+    hint = f"did you mean {kinds[near[0]]}? " if near else ""
     raise CheckpointError(
-        f"unknown architecture {name!r}; did you mean {near[0]}? "
-        f"Known: {', '.join(FAMILIES)} (docs/conversion.md)"
+        f"unknown architecture {name!r}; {hint}Known: {', '.join(FAMILIES)} (docs/conversion.md)"
     )
+
+
+def homeless_biases(model: Model) -> list[str]:
+    """Name the biases that Megatron trains and the family has no place for.
+
+    Megatron's linear layers have biases all or none, so one asked for brings all of them.
+    """
+    trained = {
+        "qkv_bias": model.megatron_qkv_bias,
+        "output_bias": model.linear_bias,
+        "mlp_bias": model.linear_bias,
+    }
+    places = family_of(model.family).bias_places
+    return [name for name, is_trained in trained.items() if is_trained and name not in places]
 
 
 def rules_for(model: Model) -> list[Rule]:

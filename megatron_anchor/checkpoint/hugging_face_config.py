@@ -12,17 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_anchor.checkpoint.errors import CheckpointError
-from megatron_anchor.checkpoint.families import FAMILIES, family_of
+from megatron_anchor.checkpoint.families import FAMILIES, family_of, homeless_biases
+from megatron_anchor.checkpoint.hugging_face_defaults import check_fields, with_defaults
 from megatron_anchor.checkpoint.model import Model
 
-DEFAULT_BASE = 10000.0  # of all four families' configs where rope_theta is missing
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
 NOT_KEPT = ("transformers_version", "auto_map", "quantization_config", "_name_or_path")
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
 
@@ -58,9 +51,7 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
     """
     name = architecture(config)
     family = family_of(name)
-    for key in REQUIRED:
-        if not isinstance(config.get(key), int) or config[key] < 1:
-            raise CheckpointError(f"config.json: {key} is {config.get(key)!r}, expected an int > 0")
+    config = complete(config)
     heads = config["num_attention_heads"]
     experts = _experts(config)
     theta, scaling = rope_of(config)
@@ -73,12 +64,12 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
         groups=config.get("num_key_value_heads") or heads,
         head=config.get("head_dim") or config["hidden_size"] // heads,
         vocabulary=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=config["tie_word_embeddings"],
         qk_norm=family.qk_norm,
-        epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        epsilon=float(config["rms_norm_eps"]),
         rotary_base=theta,
         scaling=scaling,
-        positions=int(config.get("max_position_embeddings") or 2048),
+        positions=config["max_position_embeddings"],
         **experts,
         **family.biases(config),
     )
@@ -90,17 +81,26 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Give what a mixture of experts has in addition, as fields of `Model`."""
-    experts = config.get("num_local_experts") or config.get("num_experts")
-    if not experts or "num_experts_per_tok" not in config:
+    name = architecture(config)
+    if not family_of(name).has_experts:
         return {}
-    # Mixtral always normalizes; Qwen3's class default is not to.
-    mixtral = architecture(config).startswith("Mixtral")
+    mixtral = name.startswith("Mixtral")  # always normalizes
     return {
-        "experts": experts,
+        "experts": config.get("num_experts") or config["num_local_experts"],
         "experts_per_token": config["num_experts_per_tok"],
-        "normalized_router": mixtral or bool(config.get("norm_topk_prob", False)),
-        "router_loss_coefficient": float(config.get("router_aux_loss_coef", 0.001)),
+        "normalized_router": mixtral or config["norm_topk_prob"],
+        "router_loss_coefficient": float(config["router_aux_loss_coef"]),
     }
+
+
+def complete(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a config's fields and add those that it leaves out, as transformers has them.
+
+    Raises:
+        CheckpointError: for a field that is missing and must not be, or of the wrong kind.
+    """
+    check_fields(config)
+    return with_defaults(config, family_of(architecture(config)).model_type)
 
 
 def architecture(config: Mapping[str, Any]) -> str:
@@ -110,8 +110,13 @@ def architecture(config: Mapping[str, Any]) -> str:
         CheckpointError: for an unknown one.
     """
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"config.json: architectures is {names!r}, expected a list of names"
+            + (f" such as [{names!r}]" if isinstance(names, str) else "")
+        )
     if names:
-        return str(names[0])
+        return names[0]
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     model_type = str(config.get("model_type"))
     if model_type not in by_type:
@@ -123,7 +128,7 @@ def architecture(config: Mapping[str, Any]) -> str:
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Give the base and the scaling (empty: none), from either form of config.
+    """Give the base and the scaling (empty: none), from either form of a `complete` config.
 
     Raises:
         CheckpointError: if both forms are there and differ, or the kind is not known.
@@ -149,10 +154,8 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
         )
     if scaling.get("rope_type") in ("yarn", "llama3"):
         # transformers' own default, which must not move when the length is extended.
-        scaling.setdefault(
-            "original_max_position_embeddings", config.get("max_position_embeddings", 2048)
-        )
-    return next(iter(bases), DEFAULT_BASE), scaling
+        scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    return next(iter(bases)), scaling
 
 
 def _scaling(form: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +169,7 @@ def refuse_sliding_window(config: Mapping[str, Any], *, positions: int) -> None:
     """Refuse a model whose window is shorter than its sequences.
 
     Args:
-        config: content of config.json.
+        config: content of config.json, or what `complete` made of it.
         positions: longest sequence, after an extension.
 
     Raises:
@@ -190,8 +193,12 @@ def _refuse_unsupported(config: Mapping[str, Any], model: Model) -> None:
     )
     if partial not in (None, 1, 1.0):
         raise CheckpointError(f"config.json: partial_rotary_factor {partial} is not supported")
-    if model.experts and (model.qkv_bias or model.output_bias):
-        raise CheckpointError("config.json: attention_bias together with experts is not supported")
+    if homeless := homeless_biases(model):
+        raise CheckpointError(
+            "config.json: attention_bias true is not supported: Megatron's linear layers have "
+            f"biases all or none, and {model.family} has no {' or '.join(homeless)} to export "
+            "them to"
+        )
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise CheckpointError(
             f"config.json: mlp_only_layers {config.get('mlp_only_layers')}, decoder_sparse_step "
@@ -206,17 +213,15 @@ def _refuse_unsupported(config: Mapping[str, Any], model: Model) -> None:
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
     """Give the window that is in force, None for full attention."""
-    name = architecture(config)
-    if name.startswith("Qwen"):
-        first = config.get("max_window_layers", 28)  # layers below it have full attention
-        if not config.get("use_sliding_window", False) or first >= config["num_hidden_layers"]:
+    config = complete(config)
+    if architecture(config).startswith("Qwen"):
+        first = config.get("max_window_layers") or 0  # layers below it have full attention
+        if not config["use_sliding_window"] or first >= config["num_hidden_layers"]:
             return None
-    default = 4096 if name in ("MistralForCausalLM", "Qwen2ForCausalLM") else None
-    window = config.get("sliding_window", default)
     types = config.get("layer_types")
-    if window is None or (types and "sliding_attention" not in types):
+    if types and "sliding_attention" not in types:
         return None
-    return int(window)
+    return config.get("sliding_window")
 
 
 def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = None) -> dict:

@@ -41,10 +41,10 @@ def open_weights(folder: str | Path, files: Files) -> dict[str, FileRows]:
     folder = Path(folder)
     for name, extents in KINDS:
         index = folder / f"{name}.index.json"
-        if index.is_file():
-            found = _sharded(index, extents)
-        elif (folder / name).is_file():
+        if (folder / name).is_file():  # wins over an index, as in transformers
             found = extents(folder / name)
+        elif index.is_file():
+            found = _sharded(index, extents)
         else:
             continue
         return {

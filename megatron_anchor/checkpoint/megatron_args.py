@@ -38,6 +38,7 @@ FLAGS = {
     "tokenizer_type": "--tokenizer-type",
     "tokenizer_model": "--tokenizer-model",
     "anchor_token": "--anchor-token",
+    "transformer_impl": "--transformer-impl",
     "num_experts": "--num-experts",
     "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
     "moe_router_topk": "--moe-router-topk",
@@ -65,7 +66,12 @@ MUST_BE = {
 
 
 def argument_values(
-    model: Model, *, dtype: torch.dtype, tokenizer: str | None, anchor: int | None
+    model: Model,
+    *,
+    dtype: torch.dtype,
+    tokenizer: str | None,
+    anchor: int | None,
+    target: str | None = None,
 ) -> dict[str, Any]:
     """Describe a model by Megatron's arguments.
 
@@ -74,6 +80,7 @@ def argument_values(
         dtype: of its weights.
         tokenizer: folder with the tokenizer's files; None: there is no tokenizer.
         anchor: token id of the anchor, if it is known.
+        target: layer spec that loads the weights; None: any.
     """
     return {
         "num_layers": model.layers,
@@ -91,9 +98,7 @@ def argument_values(
         "add_qkv_bias": model.qkv_bias and not model.linear_bias,
         "untie_embeddings_and_output_weights": model.untied,
         "position_embedding_type": "rope",
-        "rotary_base": int(model.rotary_base)
-        if model.rotary_base == int(model.rotary_base)
-        else model.rotary_base,
+        "rotary_base": int(model.rotary_base),
         "rope_parameters": json.dumps(dict(model.scaling), separators=(",", ":"))
         if model.scaling
         else None,
@@ -105,6 +110,7 @@ def argument_values(
         "tokenizer_type": "HuggingFaceTokenizer" if tokenizer else "NullTokenizer",
         "tokenizer_model": tokenizer,
         "anchor_token": None if anchor is None else str(anchor),
+        "transformer_impl": target,
         "num_experts": model.experts or None,
         "moe_ffn_hidden_size": model.ffn if model.experts else None,
         "moe_router_topk": model.experts_per_token if model.experts else None,

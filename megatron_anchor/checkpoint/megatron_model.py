@@ -9,6 +9,7 @@ Legend: S tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,19 +102,39 @@ def transformer_config(model: Model, *, dtype: torch.dtype) -> Any:
     )
 
 
-def load_weights(model: Any, folder: str | Path) -> None:
-    """Fill a model, or a list of its virtual stages, from the folder of an iteration."""
+def load_weights(
+    model: Any, folder: str | Path, *, stored_names: Mapping[str, str] | None = None
+) -> None:
+    """Fill a model, or a list of its virtual stages, from the folder of an iteration.
+
+    Args:
+        model: as `gpt_model` builds it.
+        folder: of the iteration.
+        stored_names: what tensors are called there, where the model calls them otherwise.
+    """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     chunks = model if isinstance(model, list) else [model]
     names = [f"model{i}" for i in range(len(chunks))]
     sharded = {name: chunk.sharded_state_dict() for name, chunk in zip(names, chunks, strict=True)}
+    for value in nested_values(sharded):
+        if isinstance(value, ShardedTensor):
+            value.key = (stored_names or {}).get(value.key, value.key)
     loaded = dist_checkpointing.load(sharded, str(folder))
     for name, chunk in zip(names, chunks, strict=True):
         chunk.load_state_dict(loaded[name])
 
 
-def logits(model: Model, folder: str | Path, tokens_S: Tensor, *, dtype: torch.dtype) -> Tensor:
+def logits(
+    model: Model,
+    folder: str | Path,
+    tokens_S: Tensor,
+    *,
+    dtype: torch.dtype,
+    stored_names: Mapping[str, str] | None = None,
+) -> Tensor:
     """Compute a checkpoint's logits of one document in this process, without a GPU.
 
     Args:
@@ -121,6 +142,7 @@ def logits(model: Model, folder: str | Path, tokens_S: Tensor, *, dtype: torch.d
         folder: of the iteration.
         tokens_S: token ids.
         dtype: of weights and arithmetic.
+        stored_names: see `load_weights`.
 
     Returns:
         [S, V] float32; the vocabulary's filling is cut.
@@ -137,7 +159,7 @@ def logits(model: Model, folder: str | Path, tokens_S: Tensor, *, dtype: torch.d
         mpu.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1)
         gpt = gpt_model(model, dtype=dtype).eval()
-        load_weights(gpt, folder)
+        load_weights(gpt, folder, stored_names=stored_names)
         length = len(tokens_S)
         positions_BS = torch.arange(length)[None]
         packed = pack_micro_batch(

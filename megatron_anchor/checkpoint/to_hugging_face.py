@@ -18,7 +18,14 @@ from tqdm import tqdm
 
 from megatron_anchor.checkpoint import tokenizer_files
 from megatron_anchor.checkpoint.errors import CheckpointError
-from megatron_anchor.checkpoint.families import LAYER, Rule, rules_for, stacked
+from megatron_anchor.checkpoint.families import (
+    BIASED,
+    LAYER,
+    Rule,
+    homeless_biases,
+    rules_for,
+    stacked,
+)
 from megatron_anchor.checkpoint.hugging_face_config import (
     architecture,
     config_for,
@@ -122,16 +129,38 @@ def convert_to_hugging_face(
 
 
 def describe(
-    checkpoint: TorchDistCheckpoint, args: Namespace, like: str | Path | None
+    checkpoint: TorchDistCheckpoint,
+    args: Namespace,
+    like: str | Path | None,
+    *,
+    flag: str = "--like",
 ) -> tuple[Model, dict[str, Any] | None, Path | None, list[str]]:
     """Say what model a checkpoint holds.
+
+    Args:
+        checkpoint: one iteration.
+        args: of the run.
+        like: folder that describes the model; None: the run's --tokenizer-model, if it does.
+        flag: that named ``like``, for messages.
 
     Returns:
         The model as trained, the config to take the rest from and its folder, and notes.
 
     Raises:
-        CheckpointError: if --like describes another model.
+        CheckpointError: if ``like`` describes another model, or none of the families fits.
     """
+    model, config, folder, notes = _described(checkpoint, args, like, flag)
+    if homeless := [] if like else homeless_biases(model):
+        raise CheckpointError(
+            f"the run trained {', '.join(homeless)}, for which {model.family} has no place; "
+            "--like HF_DIR exports it as another model, without those that are still zero"
+        )
+    return model, config, folder, notes
+
+
+def _described(
+    checkpoint: TorchDistCheckpoint, args: Namespace, like: str | Path | None, flag: str
+) -> tuple[Model, dict[str, Any] | None, Path | None, list[str]]:
     tensors = checkpoint.tensors()
     if EMBEDDING not in tensors:
         raise CheckpointError(
@@ -160,20 +189,18 @@ def describe(
         return model, None, folder, notes
     if different:
         raise CheckpointError(
-            f"--like {folder} describes another model than the checkpoint's: {', '.join(different)}"
+            f"{flag} {folder} describes another model than the checkpoint's: {', '.join(different)}"
         )
     if theirs.vocabulary > padded:
         raise CheckpointError(
-            f"--like {folder}: vocab_size {theirs.vocabulary}, but the trained embedding has only "
+            f"{flag} {folder}: vocab_size {theirs.vocabulary}, but the trained embedding has only "
             f"{padded} rows"
         )
-    model = dataclasses.replace(
-        model,
-        vocabulary=theirs.vocabulary,
-        qkv_bias=theirs.qkv_bias,
-        output_bias=theirs.output_bias,
-        mlp_bias=theirs.mlp_bias,
-    )
+    # What was not asked for explicitly does not take a trained bias away.
+    biases: dict[str, Any] = {
+        name: getattr(theirs, name) or (like is None and getattr(model, name)) for name in BIASED
+    }
+    model = dataclasses.replace(model, vocabulary=theirs.vocabulary, **biases)
     return model, config, folder, notes
 
 
@@ -289,8 +316,11 @@ class Stored:
         for _, start, count in sorted(found):
             yield from self._blocks.of(rows, start, count)
 
-    def check_zeros(self) -> None:
+    def check_zeros(self, *, remedy: str = "export without --like") -> None:
         """Check that what the Hugging Face model does not have is zero.
+
+        Args:
+            remedy: for the message.
 
         Raises:
             CheckpointError: naming a trained tensor that would be lost.
@@ -303,9 +333,9 @@ class Stored:
                 for block in self._blocks.of(rows, 0, rows.shape[0]):
                     if block.any():
                         raise CheckpointError(
-                            f"{rule.keys[0]} {list(indices.values())} was trained, but the model "
-                            "of --like has no such bias; export without --like, or set "
-                            "attention_bias and mlp_bias in its config.json"
+                            f"{rule.keys[0]} {list(indices.values())} was trained, but "
+                            f"{self.model.family} as described has no such bias; {remedy}, or set "
+                            "attention_bias and mlp_bias to true in its config.json"
                         )
 
     def _dtype(self, rule: Rule) -> torch.dtype:

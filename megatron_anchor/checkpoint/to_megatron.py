@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ def convert_to_megatron(
     if not drop_sliding_window:
         refuse_sliding_window(config, positions=model.positions)
     _check_tokenizer(source, model)
+    _check_path(out)
     with Files() as files:
         weights: Mapping[str, Rows] = open_weights(source, files)
         if dtype is not None:
@@ -103,6 +105,7 @@ def convert_to_megatron(
             dtype=stored_dtype,
             tokenizer=str(out / SOURCE_FOLDER) if has_tokenizer else None,
             anchor=tokenizer_files.anchor_id(source, config),
+            target=target,
         )
         total = sum(row_bytes(w) * w.shape[0] for k, w in weights.items() if k not in not_carried)
         with (
@@ -273,6 +276,15 @@ def _check_tokenizer(source: Path, model: Model) -> None:
             f"{source}: the tokenizer has {size} tokens, the embedding {model.vocabulary} rows "
             "(vocab_size in config.json): resize the model's embedding with "
             f"model.resize_token_embeddings({size}) and save it again"
+        )
+
+
+def _check_path(out: Path) -> None:
+    """The shell splits what ``$(cat megatron_args.txt)`` gives at spaces, quotes or not."""
+    if re.search(r"[\s*?\[\]]", str(out)):
+        raise CheckpointError(
+            f"--out {str(out)!r}: {ARGS_FILE} names this folder, and $(cat {ARGS_FILE}) cannot "
+            "pass a path with spaces or wildcards; choose another name, or a link without them"
         )
 
 

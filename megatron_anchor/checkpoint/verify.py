@@ -18,11 +18,17 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.checkpoint.errors import CheckpointError
-from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
+from megatron_anchor.checkpoint.families import rules_for
+from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.megatron_model import logits as megatron_logits
 from megatron_anchor.checkpoint.rows import CastRows, Files, Rows
-from megatron_anchor.checkpoint.to_hugging_face import Stored, check_names, describe
+from megatron_anchor.checkpoint.to_hugging_face import (
+    LIKE_MUST_AGREE,
+    Stored,
+    check_names,
+    describe,
+)
 from megatron_anchor.checkpoint.to_megatron import check_tensors
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint, iteration_folder
 
@@ -41,6 +47,9 @@ class TensorVerdict:
     tensors: int
     different: list[str]
     """Names of tensors with other bits, and the largest difference of values."""
+    cast: dict[str, int]
+    """Pairs of dtypes, as "here, in Hugging Face there", and how many tensors have them; these
+    were compared in Megatron's."""
 
     @property
     def passed(self) -> bool:
@@ -81,16 +90,19 @@ def compare_tensors(checkpoint: TorchDistCheckpoint, folder: Path, files: Files)
     Raises:
         CheckpointError: if they are not the same kind of model.
     """
-    model, *_ = describe(checkpoint, checkpoint.args(), folder)
+    model, *_ = describe(checkpoint, checkpoint.args(), folder, flag="--hf")
     check_names(checkpoint, model)
     weights = open_weights(folder, files)
     check_tensors(weights, model)
     stored, different = Stored([checkpoint], model), []
-    stored.check_zeros()
+    cast: dict[str, int] = {}
+    stored.check_zeros(remedy="give the model as exported")
     plans = stored.plans()
     for plan in plans:
         source: Rows = weights[plan.name]
         if source.dtype != plan.dtype:
+            pair = f"{plan.dtype} in Megatron, {source.dtype} in Hugging Face"
+            cast[pair] = cast.get(pair, 0) + 1
             source = CastRows(source, plan.dtype)
         largest, equal, first = 0.0, True, 0
         for ours in stored.blocks(plan.name):
@@ -102,18 +114,32 @@ def compare_tensors(checkpoint: TorchDistCheckpoint, folder: Path, files: Files)
                 largest = max(largest, _largest_difference(ours, other, plan.dtype))
         if not equal:
             different.append(f"{plan.name} (by up to {largest:g})")
-    return TensorVerdict(len(plans), different)
+    return TensorVerdict(len(plans), different, cast)
 
 
-def rope_differences(checkpoint: TorchDistCheckpoint, folder: Path) -> list[str]:
-    """Say where the checkpoint's RoPE and length are not the Hugging Face config's."""
-    model, *_ = describe(checkpoint, checkpoint.args(), folder)
-    theirs = model_of(read_config(folder), drop_sliding_window=True)
+def setting_differences(
+    checkpoint: TorchDistCheckpoint, folder: Path, *, their_rope: bool = False
+) -> list[str]:
+    """Say where the settings that logits depend on, besides weights, are not the same.
+
+    Args:
+        checkpoint: Megatron's side; it has full attention.
+        folder: Hugging Face's side.
+        their_rope: RoPE and length may be others.
+    """
+    model, *_ = describe(checkpoint, checkpoint.args(), folder, flag="--hf")
+    config = read_config(folder)
+    theirs, window = model_of(config, drop_sliding_window=True), sliding_window(config)
+    names = ("epsilon", *LIKE_MUST_AGREE, *(() if their_rope else ROPE_SETTINGS))
     return [
         f"{name} {getattr(model, name)} (Hugging Face {getattr(theirs, name)})"
-        for name in ROPE_SETTINGS
+        for name in names
         if getattr(model, name) != getattr(theirs, name)
-    ]
+    ] + (
+        [f"full attention (Hugging Face sliding_window {window})"]
+        if window is not None and window < theirs.positions
+        else []
+    )
 
 
 def _largest_difference(first: np.ndarray, second: np.ndarray, dtype: torch.dtype) -> float:
@@ -138,7 +164,7 @@ def compare_logits(
         dtype: of weights and arithmetic on both sides.
         their_rope: rotate on Megatron's side as the Hugging Face config says.
     """
-    model, *_ = describe(checkpoint, checkpoint.args(), folder)
+    model, *_ = describe(checkpoint, checkpoint.args(), folder, flag="--hf")
     if their_rope:
         config = model_of(read_config(folder), drop_sliding_window=True)
         model = dataclasses.replace(
@@ -147,7 +173,13 @@ def compare_logits(
     theirs = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="eager")
     others = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="sdpa")
     floor, spread = float((theirs - others).abs().max()), float(theirs.std())
-    ours = megatron_logits(model, checkpoint.folder, tokens_S, dtype=dtype)
+    tensors = checkpoint.tensors()
+    stored_names = {
+        rule.keys[0]: key for rule in rules_for(model) for key in rule.keys if key in tensors
+    }
+    ours = megatron_logits(
+        model, checkpoint.folder, tokens_S, dtype=dtype, stored_names=stored_names
+    )
     log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
     return LogitVerdict(
         tokens=len(tokens_S),

@@ -116,6 +116,9 @@ def test_the_original_length_of_a_scaling_stays_when_the_length_is_extended():
     [
         ({"architectures": ["LlamaForCausallm"]}, "did you mean LlamaForCausalLM"),
         ({"architectures": ["Qwen4ForCausalLM"]}, "did you mean Qwen"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "unknown architecture 'GPT2LMHeadModel'; Known"),
+        ({"architectures": ["BloomForCausalLM"]}, "unknown architecture 'BloomForCausalLM'; Known"),
+        ({"architectures": "LlamaForCausalLM"}, r"expected a list of names such as \['Llama"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),

@@ -292,3 +292,36 @@ def test_a_full_disk_leaves_nothing_and_says_where(copy, tmp_path, monkeypatch):
         "out cannot be written: No space left on device",
         tmp_path=tmp_path,
     )
+
+
+def test_a_single_file_wins_over_an_index_as_in_transformers(copy, tmp_path):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    weights = {name: tensor + 1 for name, tensor in weights_of(copy / "hf").items()}
+    save_file(weights, copy / "hf/model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(copy / "hf").state_dict()
+    convert_to_megatron(copy / "hf", tmp_path / "m", progress=False)
+    convert_to_hugging_face(tmp_path / "m", tmp_path / "back", progress=False)
+    found = load_file(tmp_path / "back/model.safetensors")
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("base", [5.5, 123456.5, float("inf"), float("nan"), -1.0, 0.5])
+def test_a_base_that_megatron_cannot_be_given_is_refused(copy, tmp_path, base):
+    refused(
+        convert_to_megatron,
+        copy / "hf",
+        "--rotary-base",
+        tmp_path=tmp_path,
+        rotary_base=base,
+    )
+    if base > 1 and base < float("inf"):
+        change_config(copy / "hf", rope_parameters={"rope_type": "default", "rope_theta": base})
+        refused(convert_to_megatron, copy / "hf", "is a whole number", tmp_path=tmp_path)
+
+
+def test_an_output_path_that_the_shell_would_split_is_refused(copy, tmp_path):
+    with pytest.raises(CheckpointError, match="cannot pass a path with spaces"):
+        convert_to_megatron(copy / "hf", tmp_path / "my model", progress=False)
+    assert not (tmp_path / "my model").exists()

@@ -1,0 +1,79 @@
+"""What the verification must see: settings, dtypes, names of either layer spec."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_anchor.checkpoint import cli, cli_verify
+from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
+from tests.conversion_models import hugging_face_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistral")
+    hugging_face_model("mistral").save_pretrained(folder / "hf")
+    convert_to_megatron(folder / "hf", folder / "megatron", progress=False)
+    convert_to_megatron(folder / "hf", folder / "half", dtype=torch.bfloat16, progress=False)
+    return folder
+
+
+def verdict(capsys, megatron, folder, *flags, expect):
+    arguments = ["--megatron", megatron, "--hf", folder, "--no-logits", *flags]
+    assert cli.run(cli_verify.main, list(map(str, arguments))) == expect
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rms_norm_eps": 1e-3}, r"epsilon 1e-06 (Hugging Face 0.001)"),
+        ({"sliding_window": 128}, "full attention (Hugging Face sliding_window 128)"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}, "rotary_base 10000.0"),
+    ],
+)
+def test_another_setting_fails_without_logits(mistral, tmp_path, capsys, change, said):
+    shutil.copytree(mistral / "hf", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    found = verdict(capsys, mistral / "megatron", tmp_path / "hf", expect=1)
+    assert said in found
+    assert "FAILED" in found
+    verdict(
+        capsys,
+        *(mistral / "megatron", tmp_path / "hf", "--extended"),
+        expect=0 if "rope_parameters" in change else 1,
+    )
+
+
+def test_another_dtype_is_said(mistral, capsys):
+    found = verdict(capsys, mistral / "half", mistral / "hf", expect=0)
+    assert "39 of 39 equal bit by bit after a cast" in found
+    assert "39 tensors are torch.bfloat16 in Megatron, torch.float32 in Hugging Face" in found
+    assert "PASSED: the same model but for its dtype" in found
+    assert "cast" not in verdict(capsys, mistral / "megatron", mistral / "hf", expect=0)
+
+
+def test_logits_are_compared_from_the_names_of_transformer_engines_layer_spec_too(tmp_path):
+    hugging_face_model("mixtral").save_pretrained(tmp_path / "hf")
+    done = convert_to_megatron(
+        tmp_path / "hf", tmp_path / "megatron", target="transformer_engine", progress=False
+    )
+    assert "--transformer-impl transformer_engine" in done.flags
+    tool = [sys.executable, str(ROOT / "tools/verify_conversion.py"), "--max-tokens", "32"]
+    found = subprocess.run(
+        [*tool, "--megatron", tmp_path / "megatron", "--hf", tmp_path / "hf"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert found.stdout.endswith("PASSED: the same model\n"), found.stdout + found.stderr
