@@ -10,6 +10,7 @@ import io
 import json
 import math
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,7 +66,7 @@ def safetensors_extents(path: Path) -> dict[str, Extent]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        end = _filled_bytes(path, header)
         if 8 + length + end != size:
             raise CheckpointError(
                 f"{path} has {size} bytes, its header announces {8 + length + end}: it is "
@@ -75,10 +76,30 @@ def safetensors_extents(path: Path) -> dict[str, Extent]:
             name: _safetensors_extent(path, 8 + length, name, entry)
             for name, entry in header.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: the safetensors header is malformed: {error!r}") from error
+
+
+def _filled_bytes(path: Path, header: Mapping[str, Mapping[str, Any]]) -> int:
+    """Check that the tensors fill the data without overlap or hole, and give its bytes."""
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        numbers = [*entry["shape"], *entry["data_offsets"]]
+        if len(entry["data_offsets"]) != 2 or any(type(n) is not int or n < 0 for n in numbers):
+            raise CheckpointError(
+                f"{path}: {name} has shape {entry['shape']} and data_offsets "
+                f"{entry['data_offsets']}, expected whole numbers; fetch the file again"
+            )
+        first, last = entry["data_offsets"]
+        if first != end:
+            raise CheckpointError(
+                f"{path}: {name} begins at byte {first} of the data, but the tensor before it ends "
+                f"at {end}: they overlap or leave a hole; fetch the file again"
+            )
+        end = last
+    return end
 
 
 def _safetensors_extent(path: Path, base: int, name: str, entry: Mapping[str, Any]) -> Extent:
@@ -89,8 +110,8 @@ def _safetensors_extent(path: Path, base: int, name: str, entry: Mapping[str, An
             "model's original ones"
         )
     dtype, (first, last) = SAFETENSORS_DTYPES[entry["dtype"]], entry["data_offsets"]
-    shape = tuple(int(n) for n in entry["shape"])
-    if first < 0 or last - first != math.prod(shape) * dtype.itemsize:
+    shape = tuple(entry["shape"])
+    if last - first != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(
             f"{path}: {name} of shape {list(shape)} and dtype {entry['dtype']} cannot fill "
             f"{last - first} bytes; fetch the file again"
@@ -137,16 +158,8 @@ def load_fake(file: Any, *, place: str) -> Any:
 
         with FakeTensorMode():
             return torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{place}: refused to unpickle, since it asks for more than tensors: "
-            f"{_first_line(error)}. Do not load it elsewhere either unless you trust its source"
-        ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"{place}: not a whole torch archive ({_first_line(error)}); fetch it again, or save "
-            "it as safetensors"
-        ) from error
+    except Exception as error:  # damaged pickles raise anything
+        raise unpickling_error(error, place=place) from error
 
 
 @lru_cache
@@ -174,16 +187,30 @@ def pickled_extents(path: Path) -> dict[str, Extent]:
     state = load_fake(str(path), place=str(path))
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: expected a dict of tensors, got {type(state).__name__}")
+    others = [f"{k} ({type(v).__name__})" for k, v in state.items() if not isinstance(v, Tensor)]
+    if others:
+        raise CheckpointError(
+            f"{path}: expected tensors only, got also {', '.join(others[:3])}; save the model's "
+            "state_dict alone (model.save_pretrained does)"
+        )
     size = path.stat().st_size
     return {
         str(name): archive_extent(tensor, path=path, base=0, size=size, name=str(name))
         for name, tensor in state.items()
-        if isinstance(tensor, Tensor)
     }
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]
+def unpickling_error(error: Exception, *, place: str) -> CheckpointError:
+    """Tell malice from damage, in words of our own: torch's advise to execute the file."""
+    asked = re.search(r"(?:GLOBAL |class |function |from )([A-Za-z_][\w]*(?:\.\w+)+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and asked:
+        return CheckpointError(
+            f"{place}: refused to unpickle {asked[1]}, which is neither a tensor nor a plain value "
+            "and was not executed. Do not load it elsewhere either unless you trust its source"
+        )
+    return CheckpointError(
+        f"{place} is damaged: not a whole torch archive ({type(error).__name__}); fetch it again"
+    )
 
 
 class _Recorder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 
 from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments, make_parser
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, convert, print."""
     args = parser().parse_args(argv)
-    if args.max_shard_size <= 0:
+    if not 0 < args.max_shard_size < math.inf:
         raise CheckpointError(f"--max-shard-size {args.max_shard_size}: expected more than 0 GB")
     done = convert_to_hugging_face(
         args.megatron,

@@ -31,7 +31,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} does not exist; give the folder of a Hugging Face model")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
@@ -185,7 +185,12 @@ def refuse_sliding_window(config: Mapping[str, Any], *, positions: int) -> None:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], model: Model) -> None:
-    activation = config.get("hidden_act", "silu")
+    if config.get("quantization_config"):
+        raise CheckpointError(
+            "config.json: quantization_config: quantised weights cannot be trained; take the "
+            "model's original ones"
+        )
+    activation = config["hidden_act"]
     if activation != "silu":
         raise CheckpointError(f"config.json: hidden_act {activation!r}, expected 'silu' (SwiGLU)")
     partial = config.get("partial_rotary_factor") or (config.get("rope_parameters") or {}).get(

@@ -60,8 +60,11 @@ def open_weights(folder: str | Path, files: Files) -> dict[str, FileRows]:
 def _sharded(index: Path, extents: Callable[[Path], dict[str, Extent]]) -> dict[str, Extent]:
     try:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index of weights: {error!r}") from error
+    odd = [f"{k} in {v!r}" for k, v in weight_map.items() if not isinstance(v, str)]
+    if odd:
+        raise CheckpointError(f"{index} places {odd[0]}, expected a file's name")
     names = sorted(set(weight_map.values()))
     missing = [n for n in names if Path(n).name != n or not (index.parent / n).is_file()]
     if missing:
@@ -74,9 +77,8 @@ def _sharded(index: Path, extents: Callable[[Path], dict[str, Extent]]) -> dict[
     for name, shard in shards.items():
         for tensor, extent in shard.items():
             if weight_map.get(tensor) != name:
-                raise CheckpointError(
-                    f"{index} places {tensor} in {weight_map.get(tensor)}, but {name} holds it"
-                )
+                place = weight_map.get(tensor, "no file")
+                raise CheckpointError(f"{index} places {tensor} in {place}, but {name} holds it")
             found[tensor] = extent
     lost = sorted(set(weight_map) - set(found))
     if lost:

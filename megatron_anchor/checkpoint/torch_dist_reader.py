@@ -55,7 +55,7 @@ def iteration_folder(root: str | Path, *, iteration: int | None = None) -> Path:
         raise CheckpointError(
             f"{root} holds no Megatron checkpoint: neither {TRACKER} nor metadata.json is there"
         )
-    word = tracker.read_text().strip()
+    word = tracker.read_text(errors="replace").strip()
     if word != "release" and not word.isdecimal():
         raise CheckpointError(f"{tracker} says {word!r}, expected 'release' or an iteration")
     return root / ("release" if word == "release" else f"iter_{int(word):07d}")
@@ -96,7 +96,10 @@ class TorchDistCheckpoint:
         """
         legacy = self.folder / "common.pt"
         if legacy.is_file():
-            return load_object(legacy.read_bytes(), place=str(legacy))
+            state = load_object(legacy.read_bytes(), place=str(legacy))
+            if not isinstance(state, dict):
+                raise CheckpointError(f"{legacy} holds a {type(state).__name__}, expected a dict")
+            return state
         info = self._places.get(("common_state/shard_0_1", None))
         if info is None:
             raise CheckpointError(f"{self.folder} holds no arguments (common_state)")
@@ -116,8 +119,10 @@ class TorchDistCheckpoint:
             CheckpointError: if they are missing.
         """
         args = self.common_state().get("args")
-        if args is None:
-            raise CheckpointError(f"{self.folder}: the run's arguments are missing")
+        if not isinstance(args, Namespace):
+            raise CheckpointError(
+                f"{self.folder}: the run's arguments are missing (args is a {type(args).__name__})"
+            )
         return args
 
     def rows(self, key: str, indices: Sequence[int]) -> FileRows:

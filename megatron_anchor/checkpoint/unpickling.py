@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_anchor.checkpoint.archives import unpickling_error
 from megatron_anchor.checkpoint.errors import CheckpointError
 
 CHECKPOINT = "torch.distributed.checkpoint"
@@ -40,6 +42,10 @@ ALLOWED = {
 """Module to classes that the ``.metadata`` of a ``torch_dist`` checkpoint consists of."""
 
 
+class _RefusedError(Exception):
+    """Something that is not metadata was asked for."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         plain = module == "torch" and isinstance(
@@ -47,7 +53,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
         if plain or (module, name) == ("torch", "Size") or name in ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of checkpoint metadata")
+        raise _RefusedError(f"{module}.{name} is not part of checkpoint metadata")
 
 
 def load_metadata(path: Path) -> Any:
@@ -59,18 +65,23 @@ def load_metadata(path: Path) -> Any:
     """
     try:
         with open(path, "rb") as file:
-            return _MetadataUnpickler(file).load()
+            metadata = _MetadataUnpickler(file).load()
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} does not exist; expected a torch_dist checkpoint (--ckpt-format torch_dist)"
         ) from error
-    except pickle.UnpicklingError as error:
+    except _RefusedError as error:
         raise CheckpointError(
             f"{path}: refused to unpickle: {error}. Megatron itself would execute this file; do "
             "not load the checkpoint unless you trust its source"
         ) from error
-    except (EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    except Exception as error:  # damaged pickles raise anything
+        raise CheckpointError(f"{path} is damaged: {error!r}; copy it again") from error
+    if not isinstance(metadata, Metadata) or not metadata.storage_data:
+        raise CheckpointError(
+            f"{path} is no metadata of a torch_dist checkpoint but {type(metadata).__name__}"
+        )
+    return metadata
 
 
 def load_object(data: bytes, *, place: str) -> Any:
@@ -85,9 +96,5 @@ def load_object(data: bytes, *, place: str) -> Any:
 
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{place}: refused to unpickle: {str(error).splitlines()[0]}"
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{place} is damaged: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # damaged pickles raise anything
+        raise unpickling_error(error, place=place) from error

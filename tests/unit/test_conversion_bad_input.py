@@ -100,6 +100,20 @@ def test_a_file_that_shrinks_while_it_is_read_leaves_nothing(copy, tmp_path, mon
         {"x": {"dtype": "F32", "shape": [2]}},
         {"x": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}},
         {"x": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
+        {"x": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}},
+        {"x": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}},
+        {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "xy"},
+        {"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {
+            "x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+            "y": {"dtype": "F16", "shape": [1], "data_offsets": [6, 8]},
+        },
+        {"x": 3},
+        {"x": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [2], "data_offsets": 8}},
+        {"x": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}},
         ["x"],
     ],
 )
@@ -111,6 +125,22 @@ def test_a_malformed_header_is_refused(copy, tmp_path, header):
         len(text).to_bytes(8, "little") + text + bytes(8)
     )
     refused(convert_to_megatron, copy / "hf", r"model\.safetensors", tmp_path=tmp_path)
+    from safetensors import SafetensorError, safe_open
+
+    if "I64" not in str(header) and "True" not in str(header):  # we take less than the library
+        with (
+            pytest.raises(SafetensorError),
+            safe_open(copy / "hf/model.safetensors", "pt"),
+        ):
+            pass
+
+
+def test_a_header_that_is_nested_too_deeply_is_refused(copy, tmp_path):
+    for path in [*(copy / "hf").glob("*.safetensors*")]:
+        path.unlink()
+    text = b"[" * 200_000
+    (copy / "hf/model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    refused(convert_to_megatron, copy / "hf", "header is malformed", tmp_path=tmp_path)
 
 
 def test_wrong_shapes_are_named(copy, tmp_path):
@@ -175,7 +205,7 @@ def test_pickled_weights_that_execute_code_are_refused(copy, tmp_path):
     for path in (copy / "hf").glob("*.safetensors*"):
         path.unlink()
     torch.save({"model.norm.weight": Attack(tmp_path / "hit")}, copy / "hf/pytorch_model.bin")
-    refused(convert_to_megatron, copy / "hf", "refused to unpickle", tmp_path=tmp_path)
+    refused(convert_to_megatron, copy / "hf", "refused to unpickle .*mkdir", tmp_path=tmp_path)
 
 
 def test_an_attack_would_work_on_the_careless(tmp_path):
@@ -210,7 +240,9 @@ def test_objects_that_execute_code_are_refused(copy, tmp_path, victim):
                     info.relative_path, info.offset = "__0_9.distcp", file.tell()
                     info.length = file.write(attack.getvalue())
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(convert_to_hugging_face, copy / "megatron", "refused to unpickle", tmp_path=tmp_path)
+    refused(
+        convert_to_hugging_face, copy / "megatron", "refused to unpickle .*mkdir", tmp_path=tmp_path
+    )
 
 
 def test_a_missing_or_truncated_part_of_a_checkpoint_is_named(copy, tmp_path):
@@ -325,3 +357,85 @@ def test_an_output_path_that_the_shell_would_split_is_refused(copy, tmp_path):
     with pytest.raises(CheckpointError, match="cannot pass a path with spaces"):
         convert_to_megatron(copy / "hf", tmp_path / "my model", progress=False)
     assert not (tmp_path / "my model").exists()
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"step": 3}, r"step \(int\)"),
+        ({"state_dict": {"model.norm.weight": torch.ones(3)}}, r"state_dict \(dict\)"),
+        ({"model.norm.weight": None}, r"model.norm.weight \(NoneType\)"),
+    ],
+)
+def test_an_entry_of_a_bin_file_that_is_no_tensor_is_named(copy, tmp_path, entries, named):
+    weights = weights_of(copy / "hf")
+    for path in (copy / "hf").glob("*.safetensors*"):
+        path.unlink()
+    torch.save(weights | entries, copy / "hf/pytorch_model.bin")
+    refused(convert_to_megatron, copy / "hf", named, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update({"model.norm.weight": 7}), "model.norm.weight in 7"),
+        (lambda m: m.update({"model.norm.weight": None}), "model.norm.weight in None"),
+        (lambda m: m.update({"model.norm.weight": ["x"]}), "expected a file's name"),
+        (lambda m: m.pop("model.norm.weight"), "model.norm.weight in no file, but model-0"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(copy, tmp_path, change, message):
+    path = copy / "hf/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+    refused(convert_to_megatron, copy / "hf", message, tmp_path=tmp_path)
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+DAMAGED = b"\x80\x02" + bytes(range(256))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (".metadata", pickle.dumps({"a": 1}), "metadata is no metadata .* but dict"),
+        (".metadata", DAMAGED, "metadata is damaged"),
+        (".metadata", b"ctorch.serialization\n_get_layout\n(S'os'\ntR.", "metadata is damaged"),
+        ("common.pt", saved([1]), "common.pt holds a list"),
+        ("common.pt", saved({"args": {"a": 1}}), "args is a dict"),
+        ("common.pt", saved({"x": 1}), "args is a NoneType"),
+        ("common.pt", DAMAGED, "common.pt is damaged"),
+        ("common.pt", b"", "common.pt is damaged"),
+        ("../latest_checkpointed_iteration.txt", b"\xff\xfe\x00", "expected 'release'"),
+    ],
+)
+def test_a_file_of_a_checkpoint_that_is_something_else_is_named(
+    copy, tmp_path, file, content, message
+):
+    (copy / "megatron/release" / file).write_bytes(content)
+    said = refused(convert_to_hugging_face, copy / "megatron", message, tmp_path=tmp_path)
+    assert "weights_only" not in said
+
+
+def test_damage_is_not_called_malice_and_torchs_advice_is_not_repeated(copy, tmp_path):
+    for path in (copy / "hf").glob("*.safetensors*"):
+        path.unlink()
+    path = copy / "hf/pytorch_model.bin"
+    torch.save({"model.norm.weight": Attack(tmp_path / "hit")}, path)
+    malice = refused(convert_to_megatron, copy / "hf", "posix.mkdir", tmp_path=tmp_path)
+    path.write_bytes(path.read_bytes()[:300])
+    damage = refused(convert_to_megatron, copy / "hf", "is damaged", tmp_path=tmp_path)
+    assert "trust" in malice
+    assert "trust" not in damage
+    assert "weights_only" not in malice + damage
+
+
+def test_quantised_weights_are_refused(copy, tmp_path):
+    change_config(copy / "hf", quantization_config={"quant_method": "gptq"})
+    refused(convert_to_megatron, copy / "hf", "quantization_config", tmp_path=tmp_path)
