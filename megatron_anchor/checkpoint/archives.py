@@ -158,6 +158,8 @@ def load_fake(file: Any, *, place: str) -> Any:
 
         with FakeTensorMode():
             return torch.load(file, weights_only=True)
+    except OSError:
+        raise
     except Exception as error:  # damaged pickles raise anything
         raise unpickling_error(error, place=place) from error
 

@@ -17,6 +17,8 @@ from megatron_anchor.checkpoint.hugging_face_defaults import check_fields, with_
 from megatron_anchor.checkpoint.model import Model
 
 NOT_KEPT = ("transformers_version", "auto_map", "quantization_config", "_name_or_path")
+AS_THERE = ("head_dim", "intermediate_size", "max_window_layers")
+"""Entries that may be missing or (in a mixture of experts, without a window) mean nothing."""
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
 
 
@@ -235,7 +237,8 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
     Args:
         model: as trained.
         dtype: of the weights, such as ``bfloat16``.
-        like: config whose other entries (token ids, dropout, names) are kept.
+        like: config of a model of this shape, whose other entries (token ids, dropout, names) are
+            kept.
     """
     kept = {k: v for k, v in (like or {}).items() if k not in NOT_KEPT}
     scaling = dict(model.scaling)
@@ -270,7 +273,13 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
         config |= {"attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias}
     elif model.family.startswith("Qwen3"):
         config["attention_bias"] = model.qkv_bias
-    return config | _experts_entries(model) | _full_attention(model)
+    config |= _experts_entries(model) | _full_attention(model)
+    for name in AS_THERE if like is not None else ():
+        if name in kept:
+            config[name] = kept[name]
+        else:
+            config.pop(name, None)
+    return config
 
 
 def _experts_entries(model: Model) -> dict[str, Any]:

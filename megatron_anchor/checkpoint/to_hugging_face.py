@@ -38,6 +38,7 @@ from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.output import output_folder
 from megatron_anchor.checkpoint.row_maps import Zeros
 from megatron_anchor.checkpoint.rows import AverageRows, Blocks, CastRows, Files, Rows
+from megatron_anchor.checkpoint.to_megatron import SOURCE_FOLDER
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint, iteration_folder
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -98,6 +99,8 @@ def convert_to_hugging_face(
         first = checkpoints[0]
         args = first.args()
         model, config, folder, notes = describe(first, args, like)
+        for other in checkpoints[1:]:
+            check_same_settings(first, model, other, describe(other, other.args(), like)[0])
         check_names(first, model)
         stored = Stored(checkpoints, model, dtype)
         plans = stored.plans()
@@ -167,7 +170,7 @@ def _described(
             f"{checkpoint.folder} has no {EMBEDDING}; it holds {', '.join(list(tensors)[:3])} ..."
         )
     padded = tensors[EMBEDDING][0][0]
-    folder, notes = _like_folder(args, like)
+    folder, notes = _like_folder(checkpoint, args, like)
     if folder is None:
         model = model_from_args(args, family=None, padded_vocabulary=padded)
         notes.append(
@@ -175,8 +178,15 @@ def _described(
             "--like HF_DIR takes these from the original model"
         )
         return model, None, None, notes
-    config = read_config(folder)
-    theirs = model_of(config, drop_sliding_window=True)
+    try:
+        config = read_config(folder)
+        theirs = model_of(config, drop_sliding_window=True)
+    except CheckpointError as error:
+        if like is not None:
+            raise
+        model = model_from_args(args, family=None, padded_vocabulary=padded)
+        notes.append(f"{folder}: {error}; exported as {model.family}, without its config")
+        return model, None, folder, notes
     model = model_from_args(args, family=architecture(config), padded_vocabulary=padded)
     different = [
         f"{name} {getattr(model, name)} (there {getattr(theirs, name)})"
@@ -184,8 +194,11 @@ def _described(
         if getattr(model, name) != getattr(theirs, name)
     ]
     if different and like is None:
-        notes.append(f"{folder} is another model ({', '.join(different)}); exported without it")
         model = model_from_args(args, family=None, padded_vocabulary=padded)
+        notes.append(
+            f"{folder} is another model ({', '.join(different)}); exported as {model.family}, "
+            "without its config"
+        )
         return model, None, folder, notes
     if different:
         raise CheckpointError(
@@ -204,13 +217,40 @@ def _described(
     return model, config, folder, notes
 
 
-def _like_folder(args: Namespace, like: str | Path | None) -> tuple[Path | None, list[str]]:
+def _like_folder(
+    checkpoint: TorchDistCheckpoint, args: Namespace, like: str | Path | None
+) -> tuple[Path | None, list[str]]:
+    """Choose --like, what a conversion has beside it, or what the run was given."""
     if like is not None:
         return Path(like), []
-    given = getattr(args, "tokenizer_model", None)
-    if given and (Path(given) / "config.json").is_file():
-        return Path(given), [f"config and tokenizer like the run's --tokenizer-model {given}"]
-    return None, []
+    given, beside = getattr(args, "tokenizer_model", None), checkpoint.folder.parent / SOURCE_FOLDER
+    notes = []
+    if given and not Path(given).exists():
+        notes.append(f"the run's --tokenizer-model {given} is no longer there")
+    for folder in (beside, *([Path(given)] if given else [])):
+        if (folder / "config.json").is_file():
+            return folder, [*notes, f"config and tokenizer like {folder}"]
+    return None, notes
+
+
+def check_same_settings(
+    first: TorchDistCheckpoint, model: Model, other: TorchDistCheckpoint, others: Model
+) -> None:
+    """Check that two checkpoints can have a mean.
+
+    Raises:
+        CheckpointError: naming the settings in which they differ.
+    """
+    different = [
+        f"{field.name} {getattr(model, field.name)} and {getattr(others, field.name)}"
+        for field in dataclasses.fields(Model)
+        if field.compare and getattr(model, field.name) != getattr(others, field.name)
+    ]
+    if different:
+        raise CheckpointError(
+            f"--average: {first.folder.name} and {other.folder.name} were trained with different "
+            f"settings: {', '.join(different)}"
+        )
 
 
 def check_names(checkpoint: TorchDistCheckpoint, model: Model) -> None:
@@ -276,8 +316,14 @@ class Stored:
         self.model = model
         self._checkpoints, self._wanted = checkpoints, dtype
         self._tensors = [checkpoint.tensors() for checkpoint in checkpoints]
-        if any(tensors != self._tensors[0] for tensors in self._tensors):
-            raise CheckpointError("the checkpoints to average hold different tensors")
+        for checkpoint, tensors in zip(checkpoints, self._tensors, strict=True):
+            for name in sorted(tensors.keys() | self._tensors[0].keys()):
+                here, there = self._tensors[0].get(name), tensors.get(name)
+                if here != there:
+                    raise CheckpointError(
+                        f"--average: {name} is {here} in {checkpoints[0].folder.name}, {there} in "
+                        f"{checkpoint.folder.name}"
+                    )
         self._sources = {
             name: (rule, indices, number)
             for rule in rules_for(model)

@@ -20,7 +20,9 @@ FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "tekken.json",
 )
+FOLDERS = ("additional_chat_templates",)
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -38,11 +40,15 @@ def copy_tokenizer(source: str | Path, target: Path, *, positions: int | None = 
         positions: raises ``model_max_length`` to this many tokens if it is lower.
 
     Returns:
-        Names of the files copied.
+        Names of the files and folders copied.
     """
     names = [name for name in FILES if (Path(source) / name).is_file()]
     for name in names:
         shutil.copyfile(Path(source) / name, target / name)
+    for name in FOLDERS:
+        if (Path(source) / name).is_dir():
+            shutil.copytree(Path(source) / name, target / name)
+            names.append(name)
     path = target / "tokenizer_config.json"
     if positions and path.is_file():
         config = _read(path)

@@ -40,7 +40,12 @@ def iteration_folder(root: str | Path, *, iteration: int | None = None) -> Path:
         CheckpointError: if there is no such checkpoint.
     """
     root = Path(root)
-    if iteration is None and (root / "metadata.json").is_file():
+    if (root / "metadata.json").is_file():
+        if iteration is not None and root.name != f"iter_{iteration:07d}":
+            raise CheckpointError(
+                f"{root} is the folder of one iteration, and not of {iteration}; give the folder "
+                "above it"
+            )
         return root
     if iteration is not None:
         folder = root / f"iter_{iteration:07d}"

@@ -75,6 +75,8 @@ def load_metadata(path: Path) -> Any:
             f"{path}: refused to unpickle: {error}. Megatron itself would execute this file; do "
             "not load the checkpoint unless you trust its source"
         ) from error
+    except OSError:
+        raise
     except Exception as error:  # damaged pickles raise anything
         raise CheckpointError(f"{path} is damaged: {error!r}; copy it again") from error
     if not isinstance(metadata, Metadata) or not metadata.storage_data:

@@ -439,3 +439,101 @@ def test_damage_is_not_called_malice_and_torchs_advice_is_not_repeated(copy, tmp
 def test_quantised_weights_are_refused(copy, tmp_path):
     change_config(copy / "hf", quantization_config={"quant_method": "gptq"})
     refused(convert_to_megatron, copy / "hf", "quantization_config", tmp_path=tmp_path)
+
+
+@pytest.fixture
+def run_of_two(original, tmp_path):
+    """Two iterations of the same weights, and a way to change the second one's arguments."""
+    from megatron_anchor.checkpoint.rows import Files
+    from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint
+
+    for i in (1, 2):
+        shutil.copytree(original / "megatron/release", tmp_path / f"run/iter_{i:07d}")
+
+    def change(**arguments):
+        folder = tmp_path / "run/iter_0000002"
+        with Files() as files:
+            state = TorchDistCheckpoint(folder, files).common_state()
+        vars(state["args"]).update(arguments)
+        torch.save(state, folder / "common.pt")
+        return tmp_path / "run"
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rotary_base": 20000}, "rotary_base 10000.0 and 20000.0"),
+        ({"rope_parameters": '{"rope_type":"linear","factor":2.0}'}, "scaling {} and {'rope_type'"),
+        ({"layernorm_epsilon": 1e-3}, "epsilon 1e-06 and 0.001"),
+        ({"max_position_embeddings": 512}, "positions 256 and 512"),
+    ],
+)
+def test_runs_with_other_settings_have_no_mean(run_of_two, tmp_path, arguments, message):
+    refused(
+        convert_to_hugging_face,
+        run_of_two(**arguments),
+        f"iter_0000001 and iter_0000002 were .*{message}",
+        tmp_path=tmp_path,
+        average=(1, 2),
+    )
+
+
+def test_iterations_with_other_tensors_have_no_mean(run_of_two, tmp_path):
+    path = run_of_two() / "iter_0000002/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    metadata.state_dict_metadata[key].size = torch.Size([4, 64, 95])
+    path.write_bytes(pickle.dumps(metadata))
+    refused(
+        convert_to_hugging_face,
+        tmp_path / "run",
+        rf"{key} is .*64, 96.* in iter_0000001, .*64, 95.* in iter_0000002",
+        tmp_path=tmp_path,
+        average=(1, 2),
+    )
+
+
+def test_the_folder_of_one_iteration_is_that_iteration(run_of_two, tmp_path):
+    folder = run_of_two() / "iter_0000002"
+    convert_to_hugging_face(folder, tmp_path / "out", iteration=2, progress=False)
+    shutil.rmtree(tmp_path / "out")
+    refused(
+        convert_to_hugging_face,
+        folder,
+        "is the folder of one iteration, and not of 1",
+        tmp_path=tmp_path,
+        iteration=1,
+    )
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_as_output_is_followed(copy, tmp_path, there):
+    if there:
+        (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    convert_to_megatron(copy / "hf", tmp_path / "link", progress=False)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target/megatron_args.txt").is_file()
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(copy):
+    with pytest.raises(CheckpointError, match="is a mount point"):
+        convert_to_megatron(copy / "hf", "/proc", progress=False)
+
+
+def test_a_folder_that_a_killed_run_left_is_mentioned(copy, tmp_path, caplog):
+    (tmp_path / ".out.partial-1").mkdir()
+    convert_to_megatron(copy / "hf", tmp_path / "out", progress=False)
+    assert ".out.partial-1 was left" in caplog.text
+    assert (tmp_path / ".out.partial-1").is_dir()
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
+def test_a_shard_size_that_is_none_is_refused(copy, tmp_path, size):
+    from megatron_anchor.checkpoint.cli_to_hugging_face import main
+
+    flags = ["--megatron", str(copy / "megatron"), "--out", str(tmp_path / "out")]
+    with pytest.raises(CheckpointError, match="--max-shard-size"):
+        main([*flags, "--max-shard-size", size])

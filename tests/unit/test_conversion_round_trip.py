@@ -222,3 +222,47 @@ def test_both_ways_of_opening_an_archive_find_the_same_places(tmp_path, monkeypa
     assert archives.pickled_extents(tmp_path / "x.bin") == quick
     data = (tmp_path / "x.bin").read_bytes()
     assert torch.frombuffer(bytearray(data[quick["a"].offset :][:24]), dtype=torch.float32)[5] == 5
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3 moe"])
+def test_what_like_says_of_things_without_effect_is_kept(name, tmp_path):
+    hugging_face_model(name).save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    config = json.loads(path.read_text())
+    if name == "llama":
+        config["head_dim"] = None
+    if name == "qwen2":
+        config["max_window_layers"] = 2
+    path.write_text(json.dumps(config))
+    convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", **QUIET)
+    convert_to_hugging_face(tmp_path / "megatron", tmp_path / "back", **QUIET)
+    back = json.loads((tmp_path / "back/config.json").read_text())
+    for key in ("head_dim", "intermediate_size", "max_window_layers"):
+        assert back.get(key, "none") == config.get(key, "none"), key
+
+
+def test_a_moved_conversion_stays_its_family_and_the_note_names_what_is_gone(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    hugging_face_model("mistral").save_pretrained(tmp_path / "hf")
+    words = {f"t{i}": i for i in range(131)}
+    Tokenizer(models.WordLevel(words, unk_token="t0")).save(str(tmp_path / "hf/tokenizer.json"))
+    (tmp_path / "hf/additional_chat_templates").mkdir()
+    (tmp_path / "hf/additional_chat_templates/tool.jinja").write_text("x")
+    (tmp_path / "hf/tekken.json").write_text("{}")
+    convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", **QUIET)
+    (tmp_path / "megatron").rename(tmp_path / "moved")
+    done = convert_to_hugging_face(tmp_path / "moved", tmp_path / "back", **QUIET)
+    assert done.model.family == "MistralForCausalLM"
+    assert f"{tmp_path / 'megatron/hugging_face'} is no longer there" in done.notes[0]
+    for name in ("tokenizer.json", "tekken.json", "additional_chat_templates/tool.jinja"):
+        assert (tmp_path / "back" / name).is_file()
+    path = tmp_path / "moved/hugging_face/config.json"
+    path.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    done = convert_to_hugging_face(tmp_path / "moved", tmp_path / "other", **QUIET)
+    assert "unknown architecture 'GPT2LMHeadModel'" in done.notes[2]
+    assert (tmp_path / "other/tokenizer.json").is_file()
+    path.unlink()
+    done = convert_to_hugging_face(tmp_path / "moved", tmp_path / "plain", **QUIET)
+    assert "is no longer there" in done.notes[0]
+    assert "exported as LlamaForCausalLM" in done.notes[1]
