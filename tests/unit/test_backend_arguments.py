@@ -79,7 +79,7 @@ REFUSED = {
     "--context-parallel-size 4 --cp-comm-type p2p --attention-dropout 0.1": (
         "--attention-dropout 0.1 under Transformer Engine"
     ),
-    "--context-parallel-size 4 --cp-comm-type p2p --deterministic-mode": "sm90: cuDNN's determin",
+    "--context-parallel-size 4 --cp-comm-type p2p --deterministic-mode": "deterministic backward pass on sm90",
     "--anchor-attention-backend te --attention-backend unfused": "builds S x S scores",
     "--anchor-attention-backend te --attention-precision fp32": "for bfloat16 and float16",
     "--anchor-attention-backend flash": "FlashAttention 3 is not installed",

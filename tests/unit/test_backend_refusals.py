@@ -21,6 +21,10 @@ FA3 = {"flash-attn-3": "3.0.0"}
 FA4 = {"flash-attn-4": "4.0.0b24"}
 
 
+def flash_2(version):
+    return {"flash-attn": version}
+
+
 def request(capability=H100, packages=None, **kwargs):
     names = ("torch_varlen", "te_is_deterministic", "cudnn")
     machine = {name: kwargs.pop(name) for name in names if name in kwargs}
@@ -58,6 +62,12 @@ SERVED = {
         request(B200, TE, deterministic=True),
         request(H100, TE | FA2, deterministic=True),
         request(A100, TE | FA2),
+        request(A100, TE | flash_2("2.1.1"), head_dim=256),
+        request((8, 9), TE | FA2, head_dim=192),
+        request(H100, TE | flash_2("2.0.9"), preferred="fused"),
+        request(
+            H100, TE | FA3, preferred="flash", query_heads=9, kv_heads=3, **te_cp("a2a", size=3)
+        ),
         request(A100, TE | FA2, **te_cp("p2p")),
         request(H100, TE, **te_cp("all_gather", "p2p", "a2a")),
         request(H100, TE | FA2, **te_cp("all_gather")),
@@ -172,8 +182,12 @@ REFUSED = [
         request(B200, TE, deterministic=True, cudnn=91300),
         "cuDNN 9.18.1 or newer with --deterministic-mode, found 9.13.0",
     ),
-    ("te", request(B200, TE, head_dim=192), "on sm100 .* up to 128 .* got 192 .* S x S"),
-    ("te", request(H100, TE, head_dim=264), "on sm90 .* up to 256 .* got 264"),
+    ("te", request(B200, TE, head_dim=192), "on sm100 .* S x S.* up to 128 .* got 192"),
+    (
+        "te",
+        request(H100, TE, head_dim=264),
+        "on sm90 .* up to 256 .* got 264 .* FlashAttention 2 is not installed",
+    ),
     ("te", request(H100, TE, head_dim=100), "multiples of 8, got 100"),
     (
         "te",
@@ -182,10 +196,18 @@ REFUSED = [
     ),
     ("te", request(A100, TE), "on sm80 Transformer Engine has no fused kernel .* flash-attn"),
     ("te", request(A100, TE | FA3), "on sm80 Transformer Engine has no fused kernel"),
-    ("te", request(A100, TE | FA2, preferred="fused"), "leave out --attention-backend fused"),
-    ("te", request(H100, TE, preferred="flash"), "no flash-attn for sm90 is installed"),
+    ("te", request(A100, TE | FA2, preferred="fused"), "--attention-backend fused excludes it"),
+    (
+        "te",
+        request(H100, TE, preferred="flash"),
+        "--attention-backend flash excludes .* 2 is not installed",
+    ),
     ("te", request(H100, TE, preferred="unfused"), "--attention-backend unfused keeps .* S x S"),
-    ("te", request(H100, TE, deterministic=True), "--deterministic-mode on sm90: .* S x S scores"),
+    (
+        "te",
+        request(H100, TE, deterministic=True),
+        "S x S scores.* backward pass on sm90 .* leave out --determin",
+    ),
     (
         "te",
         request(A100, TE | FA2, **te_cp("all_gather")),
@@ -194,12 +216,77 @@ REFUSED = [
     (
         "te",
         request(H100, TE | FA2, preferred="flash", **te_cp("all_gather")),
-        "silently wrong .* or leave out --attention-backend flash",
+        "silently wrong .* --attention-backend flash excludes it; leave that flag out",
     ),
     (
         "te",
         request(H100, TE | FA2, deterministic=True, **te_cp("all_gather")),
         "all_gather with flash-attn",
+    ),
+    # Where cuDNN has no kernel, flash-attn runs: all_gather is wrong there too.
+    *(
+        (
+            "te",
+            request(B200, TE | fa, head_dim=head_dim, **te_cp("all_gather")),
+            f"all_gather with flash-attn, .* on sm100 here, is silently wrong .* got {head_dim}",
+        )
+        for fa in (FA2, FA2 | FA4)
+        for head_dim in (192, 256)
+    ),
+    # Versions of flash-attn, for its own backend and inside Transformer Engine.
+    ("flash", request(A100, flash_2("1.0.9")), "serves sm80 from 2.1.1 on, found 1.0.9; upgrade"),
+    ("flash", request(B200, flash_2("2.6.3")), "serves sm100 from 2.7.3 on, found 2.6.3"),
+    (
+        "flash",
+        request(A100, flash_2("2.4.0"), deterministic=True),
+        "deterministic backward pass from 2.4.1 on, found 2.4.0",
+    ),
+    ("te", request(A100, TE | flash_2("2.0.9")), "serves sm80 from 2.1.1 on, found 2.0.9"),
+    ("te", request(A100, TE | flash_2("2.8.4")), "takes FlashAttention 2 before 2.8.4, found 2.8"),
+    ("te", request(B200, TE | flash_2("2.7.2"), head_dim=256), "from 2.7.3 on, found 2.7.2"),
+    (
+        "te",
+        request(A100, TE | flash_2("2.3.6"), deterministic=True),
+        "deterministic backward pass from 2.4.1 on, found 2.3.6",
+    ),
+    # Wide heads in FlashAttention 2.
+    *(
+        (
+            "te",
+            request(capability, TE | FA2, head_dim=256),
+            "takes FlashAttention 2 on sm.* head dimensions up to 192, got 256",
+        )
+        for capability in ((8, 6), (8, 9), (10, 3))
+    ),
+    # FlashAttention 3 and 4 alone.
+    (
+        "te",
+        request(H100, TE | FA3, preferred="flash", dropout=0.1),
+        "FlashAttention 3 has no dropout",
+    ),
+    (
+        "te",
+        request(H100, TE | FA3, deterministic=True, dropout=0.1),
+        "FlashAttention 3 has no dropout",
+    ),
+    (
+        "te",
+        request(H100, TE | FA3, deterministic=True, head_dim=256),
+        "3 has no deterministic backward pass for head dimension 256",
+    ),
+    (
+        "te",
+        request(H100, TE | FA4, preferred="flash", **te_cp("a2a+p2p", a2a_size=2)),
+        r"FlashAttention 4 is not taken under --cp-comm-type a2a\+p2p",
+    ),
+    # Odd numbers of heads keep Transformer Engine's a2a from cuDNN.
+    *(
+        (
+            "te",
+            request(H100, TE, query_heads=9, kv_heads=3, **te_cp(kind, size=3 * n, a2a_size=3)),
+            "needs even numbers of heads, got 9 query and 3 key/value heads",
+        )
+        for kind, n in (("a2a", 1), ("a2a+p2p", 2))
     ),
 ]
 

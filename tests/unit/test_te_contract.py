@@ -18,7 +18,7 @@ from megatron_anchor.attention.packed import pack_micro_batch
 from megatron_anchor.attention.zigzag import slots_of_rank
 from tests import te_signatures, te_stand_in
 from tests.distributed.ranks import run_ranks
-from tests.unit.test_backend_refusals import FA2, H100, TE, request, te_cp
+from tests.unit.test_backend_refusals import FA2, FA3, FA4, TE, request, te_cp
 
 needs_te = pytest.mark.skipif(not te_stand_in.is_usable(), reason=te_stand_in.MISSING)
 
@@ -251,61 +251,139 @@ def test_transformer_engine_receives_what_we_mean_and_would_notice_what_is_wrong
     assert heads_are_original, "the layer's config is not changed"
 
 
+SM = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3)]
+FLASH = [
+    {},
+    *({"flash-attn": found} for found in ("2.0.9", "2.1.1", "2.4.0", "2.7.2", "2.8.3", "2.8.4")),
+    FA3,
+    FA4,
+    FA2 | FA4,
+    FA3 | FA4,
+]
+HOW = [
+    *({"kind": kind} for kind in (None, "p2p", "all_gather", "a2a", "a2a+p2p")),
+    *({"kind": kind, "preferred": "flash"} for kind in (None, "all_gather", "a2a+p2p")),
+    {"kind": None, "preferred": "fused"},
+    *({"kind": kind, "deterministic": True} for kind in (None, "p2p", "all_gather")),
+    *({"kind": None, "dropout": 0.1, **more} for more in ({}, {"preferred": "flash"})),
+    *({"kind": kind, "odd": True} for kind in ("p2p", "a2a", "a2a+p2p")),
+]
+CASES = [
+    dict(capability=sm, packages=packages, head_dim=head_dim, **how)
+    for sm in SM
+    for packages in FLASH
+    for head_dim in (64, 128, 192, 256)
+    for how in HOW
+]
+
+
 def choices_on_invented_devices(cases):
-    """Ask Transformer Engine's real selector; cuDNN itself is taken to say yes."""
+    """Ask Transformer Engine's real selector; what it asks of other libraries is stated here."""
+    import os
+
+    from packaging.version import Version
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
+    flash = utils.FlashAttentionUtils
+    first_versions = flash.version_required, flash.version_required_blackwell
+
+    def install(capability, packages):
+        """What its backends.py does at import."""
+        flash.version = Version(packages.get("flash-attn", "0"))
+        first = first_versions[capability >= (10, 0)]
+        flash.is_installed = flash.is_version_supported(flash.version, first)
+        if flash.is_installed:
+            flash.set_flash_attention_version()
+        flash.v3_is_installed = "flash-attn-3" in packages
+        flash.v4_is_installed = "flash-attn-4" in packages
+
+    def validate_in_flash_4(head_dim, head_dim_v, major, alignment):
+        largest = 256 if major == 9 else 128
+        assert head_dim <= largest or (head_dim == 256 and major in (10, 11))
+
+    def cudnn(capability):
+        """Packed documents in training: from sm90 on, heads of 128, on sm90 256."""
+
+        def answer(head_dim_qk, **_):
+            largest = {(9, 0): 256}.get(capability, 128) if capability >= (9, 0) else 0
+            return int(head_dim_qk <= largest), ""
+
+        return answer
+
+    flash.v4_validate_head_dims = staticmethod(validate_in_flash_4)
     chosen = []
-    for capability, kwargs in cases:
+    for case in cases:
+        capability, kind = case["capability"], case["kind"]
+        install(capability, case["packages"])
         utils.get_device_compute_capability = lambda capability=capability: capability
+        utils._get_fused_attn_backend = cudnn(capability)
+        preferred = case.get("preferred", "auto")
+        for name in ("flash", "fused", "unfused"):  # as Megatron's --attention-backend does
+            os.environ[f"NVTE_{name.upper()}_ATTN"] = str(int(preferred in ("auto", name)))
+        cp = {"context_parallel": True, "cp_comm_type": kind, "cp_size": 6, "cp_size_a2a": 3}
         answer = utils.get_attention_backend(
             utils.AttentionParams(
                 qkv_layout="thd_thd_thd",
                 batch_size=4,
-                num_heads=32,
-                num_gqa_groups=8,
+                num_heads=9 if case.get("odd") else 36,
+                num_gqa_groups=3 if case.get("odd") else 12,
                 max_seqlen_q=65536,
                 max_seqlen_kv=65536,
                 num_tokens_q=131072,
                 num_tokens_kv=131072,
-                head_dim_qk=128,
-                head_dim_v=128,
+                head_dim_qk=case["head_dim"],
+                head_dim_v=case["head_dim"],
                 attn_mask_type="padding_causal",
                 window_size=(-1, 0),
                 bottom_right_diagonal=False,
                 core_attention_bias_requires_grad=False,
-                **kwargs,
+                attention_dropout=case.get("dropout", 0.0),
+                deterministic=case.get("deterministic", False),
+                **({} if kind is None else cp if kind != "a2a" else cp | {"cp_size": 3}),
             )
         )
-        names = ("flash", "fused", "unfused")
-        selected = [
-            name for name, on in zip(names, (answer[0], answer[2], answer[4]), strict=True) if on
-        ]
-        chosen.append(selected[0] if selected else None)
+        selected = dict(flash=answer[0], fused=answer[2], unfused=answer[4])
+        chosen.append(next((name for name, on in selected.items() if on), None))
     return chosen
+
+
+def our_reason(case):
+    kind = case["kind"]
+    cp = te_cp(kind, size=3 if kind == "a2a" else 6, a2a_size=3) if kind else {}
+    shared = ("packages", "head_dim", "preferred", "dropout", "deterministic")
+    heads = (9, 3) if case.get("odd") else (36, 12)
+    return te_rules.why_not(
+        request(
+            case["capability"],
+            query_heads=heads[0],
+            kv_heads=heads[1],
+            **{name: case[name] for name in shared if name in case} | cp,
+        ),
+    )
+
+
+def is_right(case, kernel):
+    return kernel == "fused" or (kernel == "flash" and case["kind"] != "all_gather")
+
+
+def we_take_less(case):
+    """FlashAttention 4 with wide heads, which was not tried."""
+    return "flash-attn-4" in case["packages"] and case["head_dim"] > 128
 
 
 @needs_te
 def test_our_rules_foresee_transformer_engines_choice():
-    """H100 without flash-attn, documents of 65536 slots: what is not `fused` is refused by us."""
-    cp = {"context_parallel": True, "cp_size": 4}
-    cases = [
-        (H100, {}),
-        (H100, {"deterministic": True}),
-        (H100, {**cp, "cp_comm_type": "p2p"}),
-        (H100, {**cp, "cp_comm_type": "p2p", "deterministic": True}),
-        (H100, {**cp, "cp_comm_type": "all_gather"}),
-        ((10, 0), {"deterministic": True}),
-        ((7, 5), {}),
-    ]
+    """On each device, with each flash-attn, kind and head: served is what it does right."""
+    cases = [case | {"packages": TE | case["packages"]} for case in CASES]
     (chosen,) = run_ranks(choices_on_invented_devices, 1, cases)
-    assert chosen == ["fused", "unfused", "fused", None, "fused", "fused", "unfused"]
-    for (capability, kwargs), kernel in zip(cases, chosen, strict=True):
-        asked = te_cp(kwargs["cp_comm_type"]) if "cp_comm_type" in kwargs else {}
-        deterministic = kwargs.get("deterministic", False)
-        reason = te_rules.why_not(request(capability, TE, deterministic=deterministic, **asked))
-        assert (reason is None) == (kernel == "fused")
-    assert te_rules.why_not(request(H100, TE | FA2, deterministic=True)) is None
+    assert {*chosen} == {"flash", "fused", "unfused", None}
+    wrong = [
+        (case, kernel, reason)
+        for case, kernel in zip(cases, chosen, strict=True)
+        if ((reason := our_reason(case)) is None) != is_right(case, kernel)
+        and (reason is None or not we_take_less(case))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(cases)}, the first: {wrong[:3]}"
 
 
 # The layer spec.

@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from megatron_anchor.attention.backends.request import (
@@ -45,6 +46,10 @@ class Release:
     dropout: bool
     deterministic_head_dim: int
     """Largest head dimension of a deterministic backward pass."""
+    first_versions: tuple[tuple[tuple[int, int], str], ...] = (((0, 0), "0"),)
+    """From which compute capability on which first version serves, ascending."""
+    first_deterministic: str = "0"
+    """First version with a deterministic backward pass."""
 
 
 RELEASES = (
@@ -74,6 +79,8 @@ RELEASES = (
         largest_head_dim=256,
         dropout=True,
         deterministic_head_dim=256,
+        first_versions=(((8, 0), "2.1.1"), ((10, 0), "2.7.3")),
+        first_deterministic="2.4.1",
     ),
 )
 """In the order of preference."""
@@ -101,6 +108,10 @@ def release_why_not(release: Release, request: AttentionRequest) -> str | None:
         return f"{label} has no kernels for {hardware.name}"
     if release.package not in hardware.packages:
         return f"{label} is not installed (pip install {release.package})"
+    found = Version(hardware.packages[release.package])
+    first = [v for since, v in release.first_versions if since <= hardware.capability][-1]
+    if found < Version(first):
+        return f"{label} serves {hardware.name} from {first} on, found {found}; upgrade it"
     if request.head_dim > release.largest_head_dim or request.head_dim % 8:
         return (
             f"{label} is for head dimensions up to {release.largest_head_dim} that are multiples "
@@ -112,6 +123,11 @@ def release_why_not(release: Release, request: AttentionRequest) -> str | None:
         return (
             f"{label} has no deterministic backward pass for head dimension {request.head_dim}; "
             "leave out --deterministic-mode"
+        )
+    if request.deterministic and found < Version(release.first_deterministic):
+        return (
+            f"{label} has a deterministic backward pass from {release.first_deterministic} on, "
+            f"found {found}; upgrade it, or leave out --deterministic-mode"
         )
     return None
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from packaging.version import Version
 
+from megatron_anchor.attention.backends.flash import RELEASES, Release, release_why_not
 from megatron_anchor.attention.backends.request import (
     AttentionRequest,
     needs_device,
@@ -24,6 +25,12 @@ WITHOUT_CP = "2.2"
 
 BROKEN_CUDNN = (91000, 91001)
 """Releases of cuDNN that Transformer Engine avoids for their known bugs."""
+
+FLASH_2_BEFORE = "2.8.4"
+"""First FlashAttention 2 that Transformer Engine does not take (``FlashAttentionUtils``)."""
+
+FLASH_2_WIDE = ((8, 0), (9, 0), (10, 0), (12, 0))
+"""Where it takes FlashAttention 2 for head dimensions above 192."""
 
 OTHERS = "use --anchor-attention-backend varlen or flash"
 
@@ -105,21 +112,6 @@ def _heads(request: AttentionRequest) -> str | None:
     return None
 
 
-def _head_dim(request: AttentionRequest) -> str | None:
-    """cuDNN's kernels for training (``fused_attn.cpp``): 128, on sm90 256; flash-attn's: 256."""
-    hardware = request.hardware
-    assert hardware.capability is not None
-    wide = hardware.capability < (10, 0) or "flash-attn" in hardware.packages
-    largest = 256 if wide else 128
-    if request.head_dim > largest or request.head_dim % 8:
-        return (
-            f"on {hardware.name} its kernels are for head dimensions up to {largest} that are "
-            f"multiples of 8, got {request.head_dim} (--kv-channels), and it would build S x S "
-            "scores; use --anchor-attention-backend flex or sdpa"
-        )
-    return None
-
-
 def _environment(request: AttentionRequest) -> str | None:
     if request.deterministic and not request.hardware.te_is_deterministic:
         return (
@@ -142,50 +134,59 @@ def _kernel(request: AttentionRequest) -> str | None:
     """Foresee which of its kernels Transformer Engine would take, and whether that one is right."""
     name, capability = request.hardware.name, request.hardware.capability
     assert capability is not None
-    flash, hopper = _flash_attn(request), capability == (9, 0)
     if request.preferred in ("unfused", "local"):
         return (
             f"--attention-backend {request.preferred} keeps Transformer Engine from its fused "
             "kernels, and its other one builds S x S scores; leave the flag out"
         )
-    if request.preferred == "flash" and not flash:
+    no_cudnn, no_flash = _cudnn_why_not(request), _flash_why_not(request)
+    if no_cudnn and no_flash:
+        instead = "use --cp-comm-type a2a (Ulysses)" if request.te_context_parallel else OTHERS
         return (
-            f"--attention-backend flash: no flash-attn for {name} is installed, and Transformer "
-            "Engine would build S x S scores; pip install flash-attn, or leave the flag out"
+            f"on {name} Transformer Engine has no fused kernel for this (it would stop, or build "
+            f"S x S scores). cuDNN: {no_cudnn}. flash-attn: {no_flash}. Or {instead}"
         )
-    if capability < (9, 0) and (not flash or request.preferred == "fused"):
-        return (
-            f"on {name} Transformer Engine has no fused kernel for packed documents except "
-            f"flash-attn (it would build S x S scores); pip install flash-attn and leave out "
-            f"--attention-backend fused, or {OTHERS}"
-        )
-    if request.deterministic and hopper and (not flash or request.preferred == "fused"):
-        return (
-            "--deterministic-mode on sm90: cuDNN's deterministic backward pass stops where "
-            "documents x heads x (longest document)^2 reaches 2^30, and Transformer Engine then "
-            "builds S x S scores, or finds no kernel under context parallelism; leave the flag "
-            "out, or pip install flash-attn"
-        )
-    flash_runs = flash and (
-        capability < (9, 0) or request.preferred == "flash" or (request.deterministic and hopper)
-    )
-    if not flash_runs and (reason := _cudnn(request)):
-        return reason
-    if (
-        flash_runs
-        and request.te_context_parallel
-        and ("all_gather" in request.context_parallel_kinds)
-    ):
+    # It takes cuDNN before flash-attn on sm90 and newer.
+    all_gather = request.te_context_parallel and "all_gather" in request.context_parallel_kinds
+    if no_cudnn and all_gather:
         return (
             "--cp-comm-type all_gather with flash-attn, which Transformer Engine would take on "
             f"{name} here, is silently wrong for packed documents (FlashAttention 2; newer ones "
-            "were not tried); use --cp-comm-type p2p or a2a"
-            + (", or leave out --attention-backend flash" if request.preferred == "flash" else "")
+            f"were not tried); use --cp-comm-type p2p or a2a. Not cuDNN: {no_cudnn}"
         )
     return None
 
 
-def _cudnn(request: AttentionRequest) -> str | None:
+def _cudnn_why_not(request: AttentionRequest) -> str | None:
+    """cuDNN's kernels for training (``fused_attn.cpp``) and what the selector holds back."""
+    name, capability = request.hardware.name, request.hardware.capability
+    assert capability is not None
+    if request.preferred == "flash":
+        return "--attention-backend flash excludes it; leave that flag out"
+    if capability < (9, 0):
+        return f"it has no kernel for packed documents on {name}"
+    hopper = capability == (9, 0)
+    largest = 256 if hopper else 128
+    if request.head_dim > largest or request.head_dim % 8:
+        return (
+            f"on {name} its kernels are for head dimensions up to {largest} that are multiples of "
+            f"8, got {request.head_dim} (--kv-channels)"
+        )
+    if request.deterministic and hopper:
+        return (
+            "its deterministic backward pass on sm90 stops where documents x heads x (longest "
+            "document)^2 reaches 2^30; leave out --deterministic-mode"
+        )
+    shares = request.te_context_parallel and {"a2a", "a2a+p2p"} & {*request.context_parallel_kinds}
+    if shares and (request.query_heads % 2 or request.kv_heads % 2):
+        return (
+            f"--cp-comm-type {min(shares)} needs even numbers of heads, got {request.query_heads} "
+            f"query and {request.kv_heads} key/value heads of a tensor-parallel rank"
+        )
+    return _cudnn_version(request)
+
+
+def _cudnn_version(request: AttentionRequest) -> str | None:
     """First cuDNN with packed documents and GQA on a device (``utils.py``, ``fused_attn.cpp``)."""
     hardware = request.hardware
     assert hardware.capability is not None
@@ -195,28 +196,56 @@ def _cudnn(request: AttentionRequest) -> str | None:
     if hardware.cudnn >= needed and hardware.cudnn not in BROKEN_CUDNN:
         return None
     return (
-        f"on {hardware.name} its fused kernel for packed documents needs cuDNN "
-        f"{_dotted(needed)} or newer"
+        f"on {hardware.name} its kernel for packed documents needs cuDNN {_dotted(needed)} or newer"
         + (" with --deterministic-mode" if request.deterministic else "")
         + f", found {_dotted(hardware.cudnn)}"
         + (" (known to be wrong)" if hardware.cudnn in BROKEN_CUDNN else "")
-        + f"; upgrade nvidia-cudnn, or {OTHERS}"
+        + "; upgrade nvidia-cudnn"
     )
 
 
 def _dotted(version: int) -> str:
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    major = 10000 if version >= 90000 else 1000  # 8.9.7 reports 8907, 9.0.0 reports 90000
+    return f"{version // major}.{version % major // 100}.{version % 100}"
 
 
-def _flash_attn(request: AttentionRequest) -> bool:
-    """Say whether Transformer Engine would find a flash-attn for this device."""
-    hardware = request.hardware
-    assert hardware.capability is not None
-    newer = {"flash-attn-3": hardware.capability == (9, 0)}
-    newer["flash-attn-4"] = hardware.capability >= (9, 0)
-    return "flash-attn" in hardware.packages or any(
-        fits and package in hardware.packages for package, fits in newer.items()
-    )
+def _flash_why_not(request: AttentionRequest) -> str | None:
+    """Say why Transformer Engine would take no flash-attn, or None."""
+    if request.preferred == "fused":
+        return "--attention-backend fused excludes it; leave that flag out"
+    capability = request.hardware.capability
+    assert capability is not None
+    reasons = []
+    for release in RELEASES:
+        if not release.capabilities[0] <= capability < release.capabilities[1]:
+            continue
+        reason = release_why_not(release, request) or _release_in_te(release, request)
+        if reason is None:
+            return None
+        reasons.append(reason)
+    return "; ".join(reasons)
+
+
+def _release_in_te(release: Release, request: AttentionRequest) -> str | None:
+    """What Transformer Engine's selector asks of flash-attn beyond what flash-attn does."""
+    capability, found = request.hardware.capability, request.hardware.packages[release.package]
+    if release.number == 2 and Version(found) >= Version(FLASH_2_BEFORE):
+        return (
+            f"Transformer Engine takes FlashAttention 2 before {FLASH_2_BEFORE}, found {found}; "
+            "install an older one"
+        )
+    if release.number == 2 and request.head_dim > 192 and capability not in FLASH_2_WIDE:
+        return (
+            f"Transformer Engine takes FlashAttention 2 on {request.hardware.name} for head "
+            f"dimensions up to 192, got {request.head_dim} (--kv-channels)"
+        )
+    if (
+        release.number == 4
+        and request.te_context_parallel
+        and ("a2a+p2p" in request.context_parallel_kinds)
+    ):
+        return "FlashAttention 4 is not taken under --cp-comm-type a2a+p2p"
+    return None
 
 
 RULES: tuple[Callable[[AttentionRequest], str | None], ...] = (
@@ -225,7 +254,6 @@ RULES: tuple[Callable[[AttentionRequest], str | None], ...] = (
     _version,
     _alignment,
     _heads,
-    _head_dim,
     _dropout,
     _environment,
     _kernel,
