@@ -186,3 +186,35 @@ def test_a_mask_of_all_pairs_would_be_noticed():
     with AllocatedBytes() as allocated:
         create_block_mask(lambda b, h, q, k: q >= k, None, None, 4096, 4096, device="cpu")
     assert allocated.total >= 4096**2
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Our compiled kernel under a compiler of no cost; a call that is not compiled is an error."""
+    from torch.nn.attention import flex_attention as module
+
+    def uncompiled(**_):
+        raise AssertionError("FlexAttention ran uncompiled, with S x S scores")
+
+    monkeypatch.setattr(module, "_warn_once", uncompiled)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        yield flex._flex_attention.__wrapped__("cuda")
+    torch._dynamo.reset()
+
+
+def call_kinds(kernel, count):
+    q = torch.ones(1, 1, 4, 16)
+    for number in range(count):
+        assert torch.equal(kernel(q, q, q, scale=1.0 + number), q)
+
+
+def test_more_kinds_of_calls_than_torch_would_compile_are_all_compiled(compiled):
+    call_kinds(compiled, 4)
+
+
+def test_running_out_of_compilations_is_an_error_and_no_silent_fallback(compiled):
+    torch._dynamo.config.recompile_limit = 1
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        call_kinds(compiled, 4)

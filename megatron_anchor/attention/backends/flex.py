@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
 
+SHAPES = 128
+"""Kinds of call (lengths, heads, dtype) that a process may compile."""
+
 
 def why_not(request: AttentionRequest) -> str | None:
     """Give the reason why FlexAttention cannot serve, or None."""
@@ -99,6 +102,12 @@ def _block_mask(packed: AnchorPackedSeqParams) -> Any:
 def _flex_attention(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Lengths do not change within a run, and documents only change the mask's contents.
     function: Any = flex_attention
-    return torch.compile(function) if device_type == "cuda" else function
+    if device_type != "cuda":
+        return function
+    # Beyond its limit of shapes torch runs a function uncompiled, here with S x S scores and
+    # without a word. A run has few shapes (documents only change the mask's contents), so the
+    # limit is above any real need, and with fullgraph reaching it is an error.
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
+    return torch.compile(function, fullgraph=True)
