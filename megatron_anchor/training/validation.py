@@ -13,6 +13,7 @@ import torch
 from megatron_anchor import compat
 from megatron_anchor.attention import ulysses
 from megatron_anchor.attention.backends import AttentionRequest, choose_backend, this_hardware
+from megatron_anchor.attention.backends.te_rules import FIRST_VERSION
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import check_attention_pattern
@@ -209,8 +210,23 @@ def _query_groups(args: Namespace) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
 
 
+def _context_parallel_kinds(args: Namespace) -> Iterator[str]:
+    kinds, layers = args.cp_comm_type, args.num_layers
+    if layers is not None and len(kinds) not in (1, layers):
+        yield (
+            f"--cp-comm-type {' '.join(kinds)}: {len(kinds)} kinds for {layers} layers; give one "
+            "for all of them, or one a layer (--num-layers)"
+        )
+    for kind in dict.fromkeys(kinds):
+        if kind not in FIRST_VERSION:
+            yield (
+                f"unknown --cp-comm-type {kind!r}: expected one of {', '.join(FIRST_VERSION)}"
+                + ("; write it all_gather" if kind == "allgather" else "")
+            )
+
+
 def _backend(args: Namespace) -> Iterator[str]:
-    if next(_shape(args), None):
+    if next(_shape(args), None) or next(_context_parallel_kinds(args), None):
         return
     try:
         choose_backend(args.anchor_attention_backend, attention_request(args))
@@ -307,6 +323,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _positions,
     _shape,
     _divisibility,
+    _context_parallel_kinds,
     _backend,
     _host_features,
     _packing,

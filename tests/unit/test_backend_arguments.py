@@ -79,7 +79,15 @@ REFUSED = {
     "--context-parallel-size 4 --cp-comm-type p2p --attention-dropout 0.1": (
         "--attention-dropout 0.1 under Transformer Engine"
     ),
-    "--context-parallel-size 4 --cp-comm-type p2p --deterministic-mode": "deterministic backward pass on sm90",
+    "--context-parallel-size 4 --cp-comm-type p2p --deterministic-mode": "backward pass on sm90",
+    "--context-parallel-size 4 --cp-comm-type p2p a2a p2p": (
+        "--cp-comm-type p2p a2a p2p: 3 kinds for 2 layers; give one for all of them, or one a layer"
+    ),
+    "--cp-comm-type a2a a2a a2a": "3 kinds for 2 layers",
+    "--context-parallel-size 4 --cp-comm-type foo": (
+        r"unknown --cp-comm-type 'foo': expected one of p2p, a2a, a2a\+p2p, all_gather$"
+    ),
+    "--context-parallel-size 4 --cp-comm-type allgather": "write it all_gather",
     "--anchor-attention-backend te --attention-backend unfused": "builds S x S scores",
     "--anchor-attention-backend te --attention-precision fp32": "for bfloat16 and float16",
     "--anchor-attention-backend flash": "FlashAttention 3 is not installed",
@@ -94,7 +102,7 @@ def test_what_transformer_engine_cannot_do_is_refused_before_training(extra, par
 
 def test_a100_without_flash_attn_is_sent_to_another_kernel(parse):
     a100 = Hardware(capability=(8, 0), packages={"transformer-engine": "2.20.2"})
-    with pytest.raises(ValueError, match=r"on sm80 .* pip install flash-attn .* varlen or flash"):
+    with pytest.raises(ValueError, match=r"on sm80 .*pip install flash-attn\).*varlen or flash"):
         require_supported(parse("--anchor-attention-backend te", hardware=a100))
     assert refusals(parse(hardware=a100)) == [], "auto takes varlen"
 
