@@ -172,11 +172,7 @@ def main() -> None:
             if time.monotonic() - started > 60 * options.minutes:
                 row["note"] = "not run: out of time"
             else:
-                try:
-                    row |= measure(name, lengths, options)
-                except torch.OutOfMemoryError:
-                    row["note"] = "out of memory"
-                    torch.cuda.empty_cache()
+                row |= gpu_lengths.attempt(measure, name, lengths, options)
             rows.append(row)
             print(f"{tokens} {lengths_name} {pattern} {name} {row['note'] or 'done'}", flush=True)
     add_shares(rows)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,21 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", help="prefix of a .bin/.idx corpus whose lengths to use, too")
     parser.add_argument("--minutes", type=float, default=7.0, help="start no case after so long")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
+
+
+def attempt(measurement: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Take a measurement; one that fails becomes a row with the reason, and the others go on."""
+    try:
+        return measurement(*arguments)
+    except torch.OutOfMemoryError:
+        note = "out of memory"
+    except Exception as error:  # a kernel may raise anything, and the reason is in the table
+        lines = str(error).strip().splitlines() or [""]
+        note = f"failed: {type(error).__name__}: {lines[0][:100]}".replace("|", "/")
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a device that failed for good says so here again
+            torch.cuda.empty_cache()
+    return {"note": note}
 
 
 def machine() -> dict[str, str]:
@@ -142,10 +159,10 @@ def draw(path: Path, rows: list[dict[str, Any]], *, title: str, value: str, labe
                     axes.plot(*x_y, style, marker="o", color=f"C{number}", label=name)
         ticks = sorted({row["tokens"] for row in rows})
         axes.set(title=panel, xlabel="tokens of a sample", ylabel=label, xscale="log")
-        axes.set_ylim(bottom=0)
         axes.set_xticks(ticks, [f"{t // 1024}K" if t >= 1024 else str(t) for t in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
+    figure.axes[0].set_ylim(bottom=0)  # shared by all, so only now that all are drawn
     figure.axes[0].legend(fontsize=8)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)

@@ -128,10 +128,10 @@ def build_model(shape: Shape, backend: str, dtype: torch.dtype, device: str) -> 
 
 
 def measure(
-    model: torch.nn.Module, lengths: list[int], shape: Shape, options: argparse.Namespace
+    name: str, lengths: list[int], shape: Shape, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Time steps over one sample of these documents."""
-    tokens = sum(lengths)
+    """Time steps of a fresh model over one sample of these documents."""
+    tokens, model = sum(lengths), build_model(shape, name, options.dtype, options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=options.device == "cuda")
     cu_seqlens = torch.tensor([[0, *lengths]], device=options.device).cumsum(1).to(torch.int32)
     positions = torch.arange(tokens, device=options.device)[None]
@@ -168,11 +168,11 @@ def now(options: argparse.Namespace) -> float:
     return time.perf_counter()
 
 
-def kernels(shape: Shape, dtype: torch.dtype, options: argparse.Namespace) -> list[str]:
+def kernels(shape: Shape, options: argparse.Namespace) -> list[str]:
     """Name the kernels to measure: those asked for, else `auto`'s choice and the fallback."""
     request = AttentionRequest(
         head_dim=shape.head_dim,
-        dtype=dtype,
+        dtype=options.dtype,
         query_heads=shape.heads,
         kv_heads=shape.kv_heads,
         hardware=this_hardware(),
@@ -194,8 +194,8 @@ def main() -> None:
     if options.device == "cuda" and this_hardware().capability is None:
         parser.error("no CUDA device; --device cpu --quick shows that the program runs")
     shape = TINY if options.quick else Shape(layers=options.layers)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    names = kernels(shape, dtype, options)
+    options.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    names = kernels(shape, options)
     start_megatron(options.device)
     default = QUICK_SEQ_LENGTHS if options.quick else SEQ_LENGTHS
     sources = [gpu_lengths.slimpajama_like(), gpu_lengths.long_documents()]
@@ -207,22 +207,15 @@ def main() -> None:
         cases = [("one document", "full", [tokens])]
         cases += [(s.name, "anchor", s.pack(tokens)) for s in sources]
         for name in names:
-            model = build_model(shape, name, dtype, options.device)
             for lengths_name, pattern, lengths in cases:
                 row: dict[str, Any] = {"tokens": tokens, "lengths": lengths_name}
                 row |= {"pattern": pattern, "kernel": name, "note": ""}
                 if time.monotonic() - started > 60 * options.minutes:
                     row["note"] = "not run: out of time"
                 else:
-                    try:
-                        row |= measure(model, lengths, shape, options)
-                    except torch.OutOfMemoryError:
-                        row["note"] = "out of memory"
-                        model.zero_grad()
-                        torch.cuda.empty_cache()
+                    row |= gpu_lengths.attempt(measure, name, lengths, shape, options)
                 rows.append(row)
                 print(f"{tokens} {lengths_name} {name} {row['note'] or 'done'}", flush=True)
-            del model
     for row in rows:
         same = [r for r in rows if (r["tokens"], r["kernel"]) == (row["tokens"], row["kernel"])]
         full = next(r for r in same if r["pattern"] == "full")

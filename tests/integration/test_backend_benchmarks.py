@@ -50,6 +50,48 @@ def test_both_benchmarks_write_a_table_a_picture_and_json(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+FAILING = """
+import gpu_attention, gpu_lengths
+bind = gpu_attention.bind
+def broken(name, options):
+    if name == "broken":
+        raise RuntimeError("no kernel | image\\nfor this device")
+    return bind(name, options)
+gpu_attention.bind = broken
+gpu_attention.serving_backends = lambda options: ["broken", "sdpa"]
+sys.argv = ["b", "--device", "cpu", "--quick", "--seq-lengths", "256", "--output", {output!r}]
+gpu_attention.main()
+"""
+
+
+def test_a_kernel_that_fails_leaves_its_reason_in_the_table_and_the_others_their_figures(tmp_path):
+    head = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})"
+    code = head + FAILING.format(output=str(tmp_path / "b"))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    notes = {row["note"] for row in rows if row["kernel"] == "broken"}
+    assert notes == {"failed: RuntimeError: no kernel / image"}
+    assert all(row["TFLOP/s"] > 0 for row in rows if row["kernel"] == "sdpa")
+
+
+def test_no_panel_cuts_lines_off(lengths_module, monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    rows = [
+        {"tokens": 1024, "lengths": panel, "pattern": "anchor", "kernel": "k", "rate": rate}
+        for panel, rate in (("low", 1.0), ("high", 50.0))
+    ]
+    lengths_module.draw(tmp_path / "x.png", rows, title="t", value="rate", label="r")
+    for axes in figures[0].axes:
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] > 50
+
+
 def test_length_tables_have_the_mean_of_their_source(lengths_module):
     lengths = lengths_module.slimpajama_like().lengths
     assert abs(lengths.mean() / lengths_module.tables.SLIMPAJAMA_MEAN - 1) < 0.02
