@@ -106,7 +106,7 @@ REFUSED = [
     ("varlen", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type a2a"),
     ("varlen", request(**te_cp("a2a")), "--anchor-context-parallel te is .* leave the flag out"),
     ("flex", request(None), "no backward pass on the CPU; use .* sdpa"),
-    ("flex", request((7, 0)), "used from sm80 on, this device is sm70"),
+    ("flex", request((7, 0)), "need sm80 or newer, this device is sm70"),
     ("flex", request(dtype=torch.float64), "does not compute in torch.float64"),
     ("flex", request(head_dim=8), "from 16 to 256, got 8"),
     ("flex", request(dropout=0.2), "no dropout, got --attention-dropout 0.2"),
@@ -175,6 +175,7 @@ REFUSED = [
     ),
     ("te", request(H100, TE, **te_cp("p2p", dropout=0.1)), "--attention-dropout 0.1 under"),
     ("te", request(H100, TE, cudnn=90501), "on sm90 .* cuDNN 9.6.0 or newer, found 9.5.1"),
+    ("te", request(H100, TE, cudnn=8907), "cuDNN 9.6.0 or newer, found 8.9.7"),
     ("te", request(H100, TE, cudnn=91001), "found 9.10.1 .known to be wrong."),
     ("te", request((12, 0), TE, cudnn=91800), "on sm120 .* cuDNN 9.18.1 or newer, found 9.18.0"),
     (
@@ -303,8 +304,18 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(name, asked, reason)
 def test_auto_prefers_the_fastest_that_can_serve():
     names = {
         "sdpa": [request(None, TE | FA2), request(H100, TE, dtype=torch.float32)],
-        "te": [request(H100, TE | FA3)],
-        "flash": [request(H100, FA3), request(A100, TE | FA2, dropout=0.1, preferred="fused")],
+        "te": [
+            request(H100, TE | FA3),
+            request(A100, TE | FA2),
+            request(B200, TE),
+            request((12, 0), TE),
+        ],
+        "flash": [
+            *(request(B200, fa) for fa in (FA2, FA4)),
+            request((12, 0), TE | FA2, cudnn=91800, preferred="fused"),
+            request(H100, FA3),
+            request(A100, TE | FA2, dropout=0.1, preferred="fused"),
+        ],
         "varlen": [request(H100), request(A100, TE)],
         "flex": [request(H100, torch_varlen=False), request(H100, deterministic=True)],
     }
@@ -318,6 +329,12 @@ def test_auto_explains_what_it_passed_over():
     assert text.splitlines()[0] == "attention kernel: varlen"
     assert re.search(r"not te: on sm80 .*\n  not flash: .*not installed", text)
     assert choose_backend("sdpa", request(None)).explain() == "attention kernel: sdpa"
+
+
+def test_one_reason_against_many_is_told_once():
+    text = choose_backend("auto", request((7, 0), TE | FA2)).explain().splitlines()
+    assert text[0] == "attention kernel: sdpa"
+    assert [line.split(":")[0] for line in text[1:]] == ["  not te, flash, varlen, flex"]
 
 
 def test_auto_gives_the_reason_of_each_when_none_can_serve():

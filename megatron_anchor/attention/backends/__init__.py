@@ -92,7 +92,11 @@ class Choice:
     def explain(self) -> str:
         """Say it in a few lines for the log."""
         lines = [f"attention kernel: {self.name}"]
-        lines += [f"  not {reason}" for reason in self.passed_over]
+        names: dict[str, list[str]] = {}
+        for passed in self.passed_over:
+            name, reason = passed.split(": ", 1)
+            names.setdefault(reason, []).append(name)
+        lines += [f"  not {', '.join(same)}: {reason}" for reason, same in names.items()]
         return "\n".join(lines)
 
 

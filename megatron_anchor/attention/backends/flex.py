@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_anchor.attention.backends.request import (
     HALF,
     AttentionRequest,
+    needs_device,
     needs_no_dropout,
     needs_ulysses,
 )
@@ -34,14 +35,10 @@ SHAPES = 128
 
 def why_not(request: AttentionRequest) -> str | None:
     """Give the reason why FlexAttention cannot serve, or None."""
-    capability = request.hardware.capability
-    if capability is None:
+    if request.hardware.capability is None:
         return "FlexAttention has no backward pass on the CPU; use --anchor-attention-backend sdpa"
-    if capability < (8, 0):
-        return (
-            f"FlexAttention is used from sm80 on, this device is {request.hardware.name}; use "
-            "--anchor-attention-backend sdpa"
-        )
+    if too_old := needs_device(request, capability=(8, 0)):
+        return too_old
     if request.dtype not in (*HALF, torch.float32):
         return f"FlexAttention does not compute in {request.dtype}"
     if not SMALLEST_HEAD_DIM <= request.head_dim <= LARGEST_HEAD_DIM:
