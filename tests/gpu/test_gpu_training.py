@@ -11,7 +11,6 @@ import torch
 from megatron_anchor.attention.backends import BACKENDS
 from tests.distributed.pretraining import MODEL, TRAINING, write_corpus
 
-
 WIDE = "--bf16 --kv-channels 64 --anchor-attention-backend"
 
 
