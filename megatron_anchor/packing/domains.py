@@ -26,8 +26,7 @@ class DomainTags:
 
     Args:
         tags: tokens of each domain's tag; empty = none.
-        path: .npy of integers [D], the domain of each document; one that is not in [0, K) is
-            unknown. None = all are.
+        path: .npy of integers [D] in [0, K), the domain of each document. None = none is known.
     """
 
     def __init__(self, tags: Sequence[Sequence[int]], path: Path | None) -> None:
@@ -48,9 +47,7 @@ class DomainTags:
             return np.zeros(len(documents), dtype=np.int64)
         if self._open is None:
             self._open = np.asarray(np.load(self._path, mmap_mode="r", allow_pickle=False))
-        tag_P = self._open[documents].astype(np.int64) + 1
-        tag_P[(tag_P < 0) | (tag_P >= len(self.lengths))] = 0
-        return tag_P
+        return self._open[documents].astype(np.int64) + 1
 
     def head_slots(self, num_documents: int) -> np.ndarray:
         """int32 slots of every document's head, [D], or [1] where they are all the same."""

@@ -42,7 +42,7 @@ def packings(draw: st.DrawFn, *, unique: bool = False) -> dict[str, Any]:
     tagged = draw(st.booleans())
     if tagged:
         sequence_length = max(sequence_length, 5)
-    domains = [draw(st.sampled_from([0, 1, 2, 7, -1])) for _ in documents] if tagged else None
+    domains = [draw(st.sampled_from(range(len(DOMAINS)))) for _ in documents] if tagged else None
     pattern = draw(st.sampled_from(ATTENTION_PATTERNS))
     return {
         "documents": documents,
@@ -71,7 +71,7 @@ def build(case: dict[str, Any], folder: str, **changed: Any) -> PackedDataset:
 def tags_of(case: dict[str, Any]) -> list[list[int]]:
     if case["domains"] is None:
         return [[]] * len(case["documents"])
-    return [TAG_OF_DOMAIN[d] if 0 <= d < len(DOMAINS) else [] for d in case["domains"]]
+    return [TAG_OF_DOMAIN[domain] for domain in case["domains"]]
 
 
 def slow_samples(case: dict[str, Any]) -> list:
@@ -159,7 +159,7 @@ def test_ten_samples_of_public_text_equal_the_slow_packer(tmp_path: Path, packin
 def test_the_loss_law_under_all_options() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(deadline=None, max_examples=50)
+    @settings(deadline=None, max_examples=80)
     @given(packings(unique=True), st.booleans())
     def check(case: dict[str, Any], interleaved: bool) -> None:
         options = case["settings"]
@@ -188,7 +188,7 @@ def test_the_loss_law_under_all_options() -> None:
                 )
         seen["interleaved"] += interleaved
         seen["without first tokens"] += not options["first_token_loss"]
-        seen[options["packing"]] += len(samples) > 2
+        seen[options["packing"]] += len(samples) > 1
 
     check()
     assert set(+seen) == {"interleaved", "without first tokens", "concat", "best-fit"}
