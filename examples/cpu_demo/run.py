@@ -36,7 +36,7 @@ TP_CP = ["--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
 
 LOG_LINE = re.compile(
     r"iteration +(?P<iteration>\d+)/.*elapsed time per iteration \(ms\): (?P<ms>[\d.]+)"
-    r".*lm loss: (?P<loss>\S+).*documents per sample: (?P<documents>\S+)"
+    r".*lm loss: (?P<loss>\S+).*\| documents per sample: (?P<documents>\S+)"
     r".*attention work: (?P<work>\S+)"
 )
 
