@@ -15,16 +15,6 @@ from megatron_anchor.checkpoint.errors import CheckpointError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def make_parser(description: str, example: str) -> argparse.ArgumentParser:
-    """A parser whose help ends with a worked example."""
-    return argparse.ArgumentParser(
-        description=description,
-        epilog=f"example:\n{example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that writes a model."""
     add = parser.add_argument

@@ -7,10 +7,11 @@ import json
 import math
 from collections.abc import Sequence
 
-from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments, make_parser
+from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments
 from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.hugging_face_weights import SHARD_BYTES
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
+from megatron_anchor.command_line import make_parser
 
 _EXAMPLE = """\
   python tools/convert_megatron_to_hf.py --megatron run --out models/Llama-2-7b-64K \\

@@ -7,10 +7,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments, make_parser
+from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments
 from megatron_anchor.checkpoint.extension import BASES
 from megatron_anchor.checkpoint.families import FAMILIES, LOCAL, TARGETS
 from megatron_anchor.checkpoint.to_megatron import ARGS_FILE, convert_to_megatron
+from megatron_anchor.command_line import make_parser
 
 _EXAMPLE = f"""\
   python tools/convert_hf_to_megatron.py --hf models/Llama-2-7b --out models/llama --extend-to 65536

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_anchor.checkpoint.cli import DTYPES, make_parser
+from megatron_anchor.checkpoint.cli import DTYPES
 from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.verify import (
@@ -20,6 +20,7 @@ from megatron_anchor.checkpoint.verify import (
     setting_differences,
     text_tokens,
 )
+from megatron_anchor.command_line import make_parser
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1687 Isaac Newton published the Principia, in "

@@ -14,16 +14,6 @@ from megatron_anchor.corpus.tokenizers.choose import ENGINES, TOKENIZER_TYPES, T
 from megatron_anchor.corpus.tokenizers.tiktoken_ranks import PATTERNS
 
 
-def make_parser(description: str, example: str) -> argparse.ArgumentParser:
-    """A parser whose help ends with a worked example."""
-    return argparse.ArgumentParser(
-        description=description,
-        epilog=f"example:\n{example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     """Megatron's tokenizer arguments, and ours."""
     group = parser.add_argument_group("tokenizer")

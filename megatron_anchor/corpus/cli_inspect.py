@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
+from megatron_anchor.command_line import make_parser
+from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.inspection import PERCENTILES, Report, inspect_corpus

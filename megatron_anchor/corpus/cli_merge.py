@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron_anchor.corpus.cli import make_parser
+from megatron_anchor.command_line import make_parser
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.merge import merge_corpora

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
+from megatron_anchor.command_line import make_parser
+from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.preprocess import NO_ENGINE, PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.sources import FORMATS

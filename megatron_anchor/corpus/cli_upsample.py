@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.cli import make_parser
+from megatron_anchor.command_line import make_parser
 from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.inspection import length_edges
 from megatron_anchor.corpus.pictures import draw_lengths

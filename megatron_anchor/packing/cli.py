@@ -12,12 +12,13 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from megatron_anchor.command_line import make_parser
 from megatron_anchor.compat import quiet_imports_without_gpu
-from megatron_anchor.corpus.cli import add_tokenizer_arguments, make_parser, tokenizer_config
+from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
 from megatron_anchor.corpus.manifest import read_manifest
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
 from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, PACKINGS
+from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, PACKINGS, choose_anchor
 
 if TYPE_CHECKING:
     from megatron_anchor.packing.dataset import PackedDataset
@@ -123,20 +124,16 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 
 
 def _anchor(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer | None) -> int:
-    wanted = args.anchor_token
-    if wanted not in (None, "bos", "eos"):
-        if not wanted.isdecimal():
-            raise ValueError(f"--anchor-token {wanted}: expected bos, eos or a token id")
-        return int(wanted)
     facts: Any = tokenizer or read_manifest(prefix)
-    known = {"bos": facts.bos_id, "eos": facts.eod_id} if facts else {}
-    for name in [wanted] if wanted else ["bos", "eos"]:
-        if known.get(name) is not None:
-            return int(known[name])
-    raise ValueError(
-        f"{prefix} does not say what its {wanted or 'bos or eos'} is: give --tokenizer-model, or a "
-        "token id with --anchor-token"
+    anchor = choose_anchor(
+        args.anchor_token, bos=facts and facts.bos_id, eos=facts and facts.eod_id
     )
+    if anchor is None:
+        raise ValueError(
+            f"{prefix} does not say what its {args.anchor_token or 'bos or eos'} is: give "
+            "--tokenizer-model, or a token id with --anchor-token"
+        )
+    return anchor
 
 
 def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) -> PackedDataset:

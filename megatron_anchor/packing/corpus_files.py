@@ -8,7 +8,7 @@ megatron/core/datasets/indexed_dataset.py):
     the document table, int32 length of each sequence, int64 place of each sequence (bytes),
     int64 document table (the sequence that each document begins with, and the end)
 
-The checks read 1 MiB of each file at most, however large it is.
+The checks read a few bytes of each file, however large it is.
 """
 
 import os
@@ -39,10 +39,13 @@ class CorpusFiles:
     num_documents: int
     num_tokens: int
     """tokens that the .idx accounts for"""
-    identity: dict[str, Any]
-    """fingerprints of both files: they change with the contents"""
     surplus_bytes: int
     """bytes of the .bin behind the last token that the .idx knows; 0 in a sound corpus"""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Fingerprints of both files, which change with the contents; reads 2 MiB at most."""
+        return {kind: fingerprint(f"{self.prefix}.{kind}") for kind in ("bin", "idx")}
 
 
 def inspect_corpus(prefix: str) -> CorpusFiles:
@@ -93,7 +96,6 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
         num_sequences=num_sequences,
         num_documents=num_entries - 1,
         num_tokens=end // dtype.itemsize,
-        identity={"bin": fingerprint(binary), "idx": fingerprint(idx)},
         surplus_bytes=bin_stat.st_size - end,
     )
 

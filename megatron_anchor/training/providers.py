@@ -18,6 +18,7 @@ from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
 from megatron_anchor.packing.cache import remove_damaged_blends
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
+from megatron_anchor.packing.patterns import choose_anchor
 from megatron_anchor.training.arguments import (
     context_parallel,
     document_alignment,
@@ -36,18 +37,15 @@ def anchor_token_id(args: Namespace, tokenizer: Any) -> int:
     wanted = args.anchor_token
     bos = token_id(tokenizer, "bos_id", "bos")
     eos = token_id(tokenizer, "eos_id", "eod")
-    if wanted is None:
-        value = eos if bos is None else bos
-    else:
-        value = {"bos": bos, "eos": eos}[wanted] if wanted in ("bos", "eos") else int(wanted)
+    value = choose_anchor(wanted, bos=bos, eos=eos)
     if value is None:
         raise ValueError(
             f"the tokenizer ({args.tokenizer_type}) has no {wanted or 'bos and no eos'}; set "
             "--anchor-token to a token id" + (" or 'eos'" if wanted == "bos" else "")
         )
     if not 0 <= value < tokenizer.vocab_size:
-        found = wanted if wanted in ("bos", "eos") else "bos or eos"
-        origin = f" ({found} of the tokenizer)" if wanted is None or wanted == found else ""
+        names = {None: "bos or eos", "bos": "bos", "eos": "eos"}
+        origin = f" ({names[wanted]} of the tokenizer)" if wanted in names else ""
         raise ValueError(
             f"the anchor token {value}{origin} is outside the vocabulary of "
             f"{tokenizer.vocab_size}; set --anchor-token"

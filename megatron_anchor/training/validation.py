@@ -16,7 +16,7 @@ from megatron_anchor.attention.backends import AttentionRequest, choose_backend,
 from megatron_anchor.attention.backends.te_rules import FIRST_VERSION
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.packing.domains import check_format
-from megatron_anchor.packing.patterns import check_attention_pattern
+from megatron_anchor.packing.patterns import check_anchor, check_attention_pattern
 from megatron_anchor.training.arguments import (
     context_parallel,
     document_alignment,
@@ -269,8 +269,6 @@ def _packing(args: Namespace) -> Iterator[str]:
             f"--document-alignment {alignment}: --seq-length {args.seq_length} must be a multiple "
             "of it"
         )
-    if args.anchor_token not in (None, "bos", "eos") and not args.anchor_token.isdecimal():
-        yield f"--anchor-token {args.anchor_token}: expected bos, eos or a token id"
     if args.anchor_position < 0:
         yield f"--anchor-position {args.anchor_position}: expected 0 or more"
     if args.anchor_position and args.attention_pattern != "anchor":
@@ -278,7 +276,11 @@ def _packing(args: Namespace) -> Iterator[str]:
             f"--anchor-position {args.anchor_position} has a meaning under --attention-pattern "
             f"anchor only, got {args.attention_pattern}"
         )
-    for check in (lambda: interleaving(args), lambda: check_format(args.domain_tag_format)):
+    for check in (
+        lambda: check_anchor(args.anchor_token),
+        lambda: interleaving(args),
+        lambda: check_format(args.domain_tag_format),
+    ):
         try:
             check()
         except ValueError as error:

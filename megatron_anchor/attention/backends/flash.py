@@ -187,6 +187,12 @@ def varlen_function(release: Release) -> Callable[..., Any]:
     )
 
 
+@cache
+def parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of a function's parameters; every layer's call asks for them."""
+    return frozenset(inspect.signature(function).parameters)
+
+
 def call(
     function: Callable[..., Any],
     q_THD: Tensor,
@@ -203,7 +209,7 @@ def call(
         function: a ``flash_attn_varlen_func``.
         q_THD: see `attend`; the others too.
     """
-    known = inspect.signature(function).parameters
+    known = parameters(function)
     optional = {
         "max_seqlen_q": packed.max_seqlen_q,
         "max_seqlen_k": packed.max_seqlen_kv,
