@@ -21,10 +21,8 @@ lint: $(VENV)/.ready  ## format and type checks
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-bench: $(VENV)/.ready  ## side by side with Megatron's own data path; make demo comes first
-	$(PY) benchmarks/packing.py
-	$(PY) benchmarks/step_time.py
-	$(PY) benchmarks/preprocess.py --tokenizer-model demo_output/tokenizer --megabytes 8
+bench: $(VENV)/.ready  ## side by side with the peers; writes docs/measurements/DATE-cpu.md
+	$(PY) benchmarks/run_all.py
 
 clean:  ## remove the environment and what the demo wrote
 	rm -rf $(VENV) .venv-te demo_output

@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
+from side_by_side import Comparison, Figure, Findings, duration
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("convert_benchmark"))
     parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the rows here, too")
     args = parser.parse_args()
     root = args.folder / "work"
     shutil.rmtree(root, ignore_errors=True)
@@ -139,17 +141,37 @@ def main() -> None:
             shutil.rmtree(root / "out")
             os.sync()
     shutil.rmtree(root)
-    base = statistics.median(r["seconds"] for r in results["cp"])
-    print(f"{size:.2f} GB of bf16 weights, median of {args.rounds} rounds\n")
-    print("| | seconds | GB/s | speed of cp | peak memory | of it before it starts |")
-    print("|---|---|---|---|---|---|")
-    for name, found in results.items():
-        seconds = statistics.median(r["seconds"] for r in found)
-        peak, idle = max(r["peak"] for r in found), max(r["idle"] for r in found)
-        print(
-            f"| {name} | {seconds:.2f} | {size / seconds:.2f} | {base / seconds:.2f} x | "
-            f"{peak:.2f} GB | {idle:.2f} GB |"
-        )
+    findings = Findings(
+        comparisons=[row(name, results, size) for name in runs if name != "cp"],
+        figures=[memory(name, results) for name in runs],
+    )
+    print(findings.table())
+    if args.json:
+        findings.write(args.json)
+
+
+def row(name: str, results: dict[str, list[dict[str, float]]], size: float) -> Comparison:
+    """Make a conversion's row; `size` is in GB."""
+    ours, theirs = ([r["seconds"] for r in results[way]] for way in (name, "cp"))
+    ratios = [t / o for o, t in zip(ours, theirs, strict=True)]
+    return Comparison(
+        what=f"{name}, {size:.2f} GB of bf16 weights",
+        peer="cp",
+        ours=duration(statistics.median(ours)),
+        theirs=duration(statistics.median(theirs)),
+        ratio=statistics.median(ratios),
+        ratio_min=min(ratios),
+        ratio_max=max(ratios),
+        repeats=len(ratios),
+    )
+
+
+def memory(name: str, results: dict[str, list[dict[str, float]]]) -> Figure:
+    """Make a figure of a process' peak memory."""
+    peak, idle = (max(r[key] for r in results[name]) for key in ("peak", "idle"))
+    return Figure(
+        what=f"peak memory, {name}", value=f"{peak:.2f} GB, {idle:.2f} GB of it before it starts"
+    )
 
 
 if __name__ == "__main__":

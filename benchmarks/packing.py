@@ -18,7 +18,6 @@ wall time, and a busy one does not blur the ratios.
 """
 
 import argparse
-import json
 import logging
 import multiprocessing
 import os
@@ -27,7 +26,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +42,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
 from megatron.core.datasets.helpers import build_sample_idx  # noqa: E402
 from megatron.core.datasets.indexed_dataset import _IndexWriter  # noqa: E402
+from side_by_side import Comparison, Figure, Findings, compare  # noqa: E402
 
+from megatron_anchor.packing.balance import BalancedDataset, Balancing  # noqa: E402
 from megatron_anchor.packing.best_fit import fit  # noqa: E402
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig  # noqa: E402
 from megatron_anchor.packing.epochs import PlanFigures, plan_samples  # noqa: E402
@@ -52,27 +52,6 @@ from megatron_anchor.packing.index import concatenate  # noqa: E402
 from megatron_anchor.packing.patterns import PACKINGS  # noqa: E402
 
 ANCHOR, VOCAB_SIZE = 1, 32000
-
-
-def measure(ours: Callable[[], Any], theirs: Callable[[], Any], *, repeats: int) -> dict[str, Any]:
-    """Median CPU seconds of both, called in turns after a warm-up each, and the median ratio."""
-    ours(), theirs()
-    times: list[tuple[float, float]] = []
-    for _ in range(repeats):
-        pair = []
-        for function in (ours, theirs):
-            begin = time.process_time()
-            function()
-            pair.append(time.process_time() - begin)
-        times.append((pair[0], pair[1]))
-    return {
-        "ours_s": statistics.median(ours for ours, _ in times),
-        "theirs_s": statistics.median(theirs for _, theirs in times),
-        "ratio": statistics.median(theirs / ours for ours, theirs in times),
-        "ratio_min": min(theirs / ours for ours, theirs in times),
-        "ratio_max": max(theirs / ours for ours, theirs in times),
-        "repeats": repeats,
-    }
 
 
 def heavy_tailed_lengths(num_documents: int, *, mean: float, seed: int = 0) -> np.ndarray:
@@ -83,20 +62,24 @@ def heavy_tailed_lengths(num_documents: int, *, mean: float, seed: int = 0) -> n
 
 
 def benchmark_index(
-    num_documents: int, sequence_length: int, repeats: int, pack: Callable[..., Any]
-) -> dict[str, Any]:
+    num_documents: int, sequence_length: int, repeats: int, name: str
+) -> Comparison:
     """Pack shuffled documents into samples: ours against Megatron's compiled loop."""
+    pack = {"concat": concatenate, "best-fit": fit}[name]
     lengths = heavy_tailed_lengths(num_documents, mean=1000)
     order = np.random.RandomState(0).permutation(num_documents).astype(np.int32)
     tokens = int(lengths.sum(dtype=np.int64))
-    return measure(
+    return compare(
+        f"{name} index of {num_documents:.0e} documents, S = {sequence_length}",
         lambda: pack(order, lengths, sequence_length=sequence_length, slots=tokens + num_documents),
         lambda: build_sample_idx(lengths, order, sequence_length, 1, tokens, True, True),
+        peer="Megatron's build_sample_idx",
         repeats=repeats,
+        note="" if name == "concat" else "Megatron's cuts documents",
     )
 
 
-def benchmark_plan(num_documents: int, sequence_length: int, packing: str) -> dict[str, Any]:
+def benchmark_plan(num_documents: int, sequence_length: int, packing: str) -> Figure:
     """Plan one epoch; run in a new process, since peak memory is that of the process."""
     lengths = heavy_tailed_lengths(num_documents, mean=1000)
     settings: dict[str, Any] = dict(
@@ -108,12 +91,13 @@ def benchmark_plan(num_documents: int, sequence_length: int, packing: str) -> di
     begin = time.process_time()
     plan = plan_samples(np.arange(num_documents, dtype=np.int32), lengths, **settings)
     seconds = time.process_time() - begin
-    return {
-        "what": f"{packing} plan of {num_documents:.0e} documents, S = {sequence_length}",
-        "seconds": seconds,
-        "bytes_per_document": (_peak_memory() - reached) / num_documents,
-        "above_lower_bound": PlanFigures(*plan.figures.tolist()).above_lower_bound,
-    }
+    bytes_per_document = (_peak_memory() - reached) / num_documents
+    above = PlanFigures(*plan.figures.tolist()).above_lower_bound
+    return Figure(
+        what=f"{packing} plan of {num_documents:.0e} documents, S = {sequence_length}",
+        value=f"{seconds:.1f} CPU s, {bytes_per_document:.1f} bytes a document, "
+        f"{above:.4%} more samples than the lower bound",
+    )
 
 
 def _reset_peak_memory() -> int:
@@ -129,13 +113,46 @@ def _peak_memory() -> int:
 
 def benchmark_read(
     folder: Path, sequence_length: int, documents_per_sample: int, repeats: int, dtype: type
-) -> dict[str, Any]:
+) -> Comparison:
     """Read samples in order: ours against GPTDataset with inter-document masking."""
+    common = make_corpus(folder, sequence_length, documents_per_sample, 32, dtype)
+    ours = build_ours(common)
+    theirs = build(GPTDataset, GPTDatasetConfig(
+        **common, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=False, inter_document_masking=True))  # fmt: skip
+    turn = iter(range(10**9))
+    other = iter(range(10**9))
+    documents = statistics.mean(int(sample["num_documents"]) for sample in ours)
+    return compare(
+        f"read a sample, S = {sequence_length}, {documents:.0f} documents, {np.dtype(dtype).name}",
+        lambda: ours[next(turn) % len(ours)],
+        lambda: theirs[next(other) % len(theirs)],
+        peer="Megatron's GPTDataset, inter-document masking",
+        repeats=repeats,
+    )
+
+
+def benchmark_balance(folder: Path, *, samples: int = 72, sequence_length: int = 16384) -> Figure:
+    """Attention work of 8 ranks, one global batch of 64 samples."""
+    dataset = build_ours(make_corpus(folder, sequence_length, 8, samples, np.uint16))
+    batch = Balancing(global_batch_size=64, micro_batch_size=1, ranks=8)
+    before, after = BalancedDataset(dataset, batch).imbalances(1)[0]
+    return Figure(
+        what="attention work of 8 ranks, largest over mean, batch of 64 samples, "
+        f"S = {sequence_length}",
+        value=f"{before:.3f} in order, {after:.3f} with --balance-attention-work",
+    )
+
+
+def make_corpus(
+    folder: Path, sequence_length: int, documents_per_sample: int, samples: int, dtype: type
+) -> dict[str, Any]:
+    """Write about so many samples of random tokens; what both datasets' configs share."""
     mean = sequence_length / documents_per_sample - 1
-    lengths = heavy_tailed_lengths(32 * documents_per_sample, mean=mean)
+    lengths = heavy_tailed_lengths(samples * documents_per_sample, mean=mean)
     prefix = str(folder / f"corpus_{documents_per_sample}_{np.dtype(dtype).name}")
     write_corpus(prefix, lengths, dtype)
-    common: dict[str, Any] = dict(
+    return dict(
         random_seed=1234,
         sequence_length=sequence_length,
         blend=([prefix], None),
@@ -145,20 +162,13 @@ def benchmark_read(
             vocab_size=VOCAB_SIZE, pad=0, eod=2, unique_identifiers={"tokenizer": "none"}
         ),
     )
-    ours = build(PackedDataset, PackedDatasetConfig(
-        **common, anchor_token_id=ANCHOR, vocab_size=VOCAB_SIZE))  # fmt: skip
-    theirs = build(GPTDataset, GPTDatasetConfig(
-        **common, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        create_attention_mask=False, inter_document_masking=True))  # fmt: skip
-    turn = iter(range(10**9))
-    other = iter(range(10**9))
-    row = measure(
-        lambda: ours[next(turn) % len(ours)],
-        lambda: theirs[next(other) % len(theirs)],
-        repeats=repeats,
+
+
+def build_ours(common: dict[str, Any]) -> PackedDataset:
+    """Our dataset over a corpus of `make_corpus`."""
+    return build(
+        PackedDataset, PackedDatasetConfig(**common, anchor_token_id=ANCHOR, vocab_size=VOCAB_SIZE)
     )
-    row["documents"] = statistics.mean(int(sample["num_documents"]) for sample in ours)
-    return row
 
 
 def write_corpus(prefix: str, lengths: np.ndarray, dtype: type) -> None:
@@ -175,18 +185,6 @@ def write_corpus(prefix: str, lengths: np.ndarray, dtype: type) -> None:
 def build(kind: type, config: GPTDatasetConfig) -> Any:
     """One epoch of the whole corpus."""
     return BlendedMegatronDatasetBuilder(kind, [None] * 3, lambda: True, config).build()[0]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The measurements as aligned text."""
-    lines = [f"{'measurement':<52}{'ours':>12}{'Megatron':>12}{'ratio':>8}   range of ratios"]
-    for row in rows:
-        ours, theirs = (f"{row[key] * 1e3:.3g} ms" for key in ("ours_s", "theirs_s"))
-        lines.append(
-            f"{row['what']:<52}{ours:>12}{theirs:>12}{row['ratio']:>7.2f}x"
-            f"   {row['ratio_min']:.2f} - {row['ratio_max']:.2f}"
-        )
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -209,35 +207,29 @@ def main() -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     torch.set_num_threads(1)
 
-    rows = []
+    comparisons, figures = list[Comparison](), list[Figure]()
     for sequence_length in sorted({4096, args.seq_length}):
-        for name, pack in (("concat", concatenate), ("best-fit", fit)):
-            row = benchmark_index(args.documents, sequence_length, args.index_repeats, pack)
-            what = f"{name} index of {args.documents:.0e} documents, S = {sequence_length}"
-            rows.append({"what": what, **row})
+        for name in PACKINGS:
+            comparisons.append(
+                benchmark_index(args.documents, sequence_length, args.index_repeats, name)
+            )
     with tempfile.TemporaryDirectory() as folder:
         for documents in args.documents_per_sample:
             for dtype in (np.int32, np.uint16):
-                row = benchmark_read(
-                    Path(folder), args.seq_length, documents, args.read_repeats, dtype
+                comparisons.append(
+                    benchmark_read(
+                        Path(folder), args.seq_length, documents, args.read_repeats, dtype
+                    )
                 )
-                what = (
-                    f"read S = {args.seq_length}, {row['documents']:.0f} documents, "
-                    f"{np.dtype(dtype).name}"
-                )
-                rows.append({"what": what, **row})
-    print(table(rows))
-    plans = []
+        figures.append(benchmark_balance(Path(folder)))
     for documents in args.plan_documents:
         for packing in PACKINGS:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                plans.append(pool.apply(benchmark_plan, (documents, args.seq_length, packing)))
-            print(
-                "{what}: {seconds:.1f} CPU s, {bytes_per_document:.1f} bytes a document, "
-                "{above_lower_bound:.4%} more samples than the lower bound".format(**plans[-1])
-            )
+                figures.append(pool.apply(benchmark_plan, (documents, args.seq_length, packing)))
+    findings = Findings(comparisons=comparisons, figures=figures)
+    print(findings.table())
     if args.json:
-        args.json.write_text(json.dumps(rows + plans, indent=4) + "\n")
+        findings.write(args.json)
     return 0
 
 

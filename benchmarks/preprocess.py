@@ -39,12 +39,23 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from side_by_side import Comparison, Figure, Findings, duration  # noqa: E402
+
 from megatron_anchor.corpus import (  # noqa: E402
     PreprocessConfig,
     TokenizerConfig,
     load_tokenizer,
     preprocess,
 )
+
+Times = tuple[float, float]
+"""Seconds by the clock, and core seconds of all processes."""
+
+PEERS = {
+    "megatron": "Megatron's worker loop",
+    "raw": "the engine's own batch call in memory",
+    "ours": "ours",
+}
 
 
 def sample_texts(megabytes: float) -> Iterator[str]:
@@ -188,38 +199,58 @@ def _measure(args: argparse.Namespace) -> tuple[float, float]:
     return measure_raw(source, args.tokenizer_model, args.workers, engine)
 
 
-def run(args: argparse.Namespace, source: Path) -> dict[str, Any]:
-    """All measurements in turns; medians in MB/s and the two ratios of every engine."""
+def run(args: argparse.Namespace, source: Path) -> Findings:
+    """All measurements in turns; each engine against Megatron's loop and its own batch call."""
     engines = ["native"]
     if importlib.util.find_spec("gigatoken"):
         engines.append("gigatoken")
     ways = ["megatron", *(f"{what}:{e}" for e in engines for what in ("raw", "ours"))]
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    found: dict[str, list[Times]] = {way: [] for way in ways}
     for _ in range(args.repeats):
         for way in ways:
             found[way].append(_measure_in_new_process(way, args, source))
     size = source.stat().st_size / 1e6
-    speed, cores = (
-        {way: size / statistics.median(pair[i] for pair in pairs) for way, pairs in found.items()}
-        for i in (0, 1)
+    return Findings(
+        comparisons=[
+            comparison(engine, peer, found, size)
+            for engine in engines
+            for peer in ("megatron", f"raw:{engine}")
+        ],
+        figures=[
+            Figure(
+                what=f"{PEERS.get(way.partition(':')[0], 'ours')} ({way}), MB/s",
+                value=f"{size / seconds:.2f}; {size / cores:.2f} a core second",
+            )
+            for way, (seconds, cores) in medians(found).items()
+        ],
     )
-    ratios = {
-        engine: {
-            f"{what}_over_{base}": of[f"ours:{engine}"] / of[other]
-            for base, other in (("megatron", "megatron"), ("raw", f"raw:{engine}"))
-            for what, of in (("speed", speed), ("core_speed", cores))
-        }
-        for engine in engines
-    }
+
+
+def medians(found: dict[str, list[Times]]) -> dict[str, Times]:
+    """Seconds and core seconds of each way."""
     return {
-        "megabytes": size,
-        "workers": args.workers,
-        "repeats": args.repeats,
-        "megabytes_a_second": speed,
-        "megabytes_a_core_second": cores,
-        "seconds_and_core_seconds": found,
-        "ratios": ratios,
+        way: (statistics.median(t[0] for t in times), statistics.median(t[1] for t in times))
+        for way, times in found.items()
     }
+
+
+def comparison(engine: str, peer: str, found: dict[str, list[Times]], size: float) -> Comparison:
+    """Make a row of core seconds; the clock's ratio is its note."""
+    ours, theirs = found[f"ours:{engine}"], found[peer]
+    ratios = [t[1] / o[1] for o, t in zip(ours, theirs, strict=True)]
+    by_way = medians(found)
+    clock = by_way[peer][0] / by_way[f"ours:{engine}"][0]
+    return Comparison(
+        what=f"tokenize {size:.1f} MB to .bin/.idx, {engine} engine, core seconds",
+        peer=PEERS[peer.partition(":")[0]],
+        ours=duration(by_way[f"ours:{engine}"][1]),
+        theirs=duration(by_way[peer][1]),
+        ratio=statistics.median(ratios),
+        ratio_min=min(ratios),
+        ratio_max=max(ratios),
+        repeats=len(ratios),
+        note=f"by the clock {clock:.2f} x",
+    )
 
 
 def main() -> None:
@@ -232,7 +263,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=8)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the rows here, too")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -246,21 +277,9 @@ def main() -> None:
                 for text in sample_texts(args.megabytes):
                     stream.write(json.dumps({"text": text}) + "\n")
         found = run(args, source)
+    print(found.table())
     if args.json:
-        print(json.dumps(found))
-        return
-    print(f"{found['megabytes']:.1f} MB, {args.workers} cores, median of {args.repeats}")
-    print(f"  {'':<18}{'MB/s':>10}{'MB a core second':>20}")
-    cores = found["megabytes_a_core_second"]
-    for way, value in found["megabytes_a_second"].items():
-        print(f"  {way:<18}{value:>10.2f}{cores[way]:>20.2f}")
-    for engine, ratio in found["ratios"].items():
-        print(
-            f"  {engine}: {ratio['speed_over_megatron']:.1f} x Megatron's loop "
-            f"({ratio['core_speed_over_megatron']:.1f} by core seconds), "
-            f"{ratio['speed_over_raw']:.2f} of the engine's own batch call "
-            f"({ratio['core_speed_over_raw']:.2f})"
-        )
+        found.write(args.json)
 
 
 if __name__ == "__main__":

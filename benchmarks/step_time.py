@@ -11,7 +11,6 @@ kernels of equal efficiency would give.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from side_by_side import Comparison, Findings, duration
 
 from megatron_anchor import compat, on_cpu
 
@@ -119,7 +119,7 @@ def step_seconds(model: torch.nn.Module, sample: dict[str, Any]) -> tuple[float,
 
 
 def main() -> None:
-    """Measure and print one row a sequence length."""
+    """Measure one row a sequence length, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -131,10 +131,7 @@ def main() -> None:
     options = parser.parse_args()
     on_cpu.enable()
     compat.quiet_expected_warnings()
-    model, rows = build_model(), []
-    print(
-        f"{'tokens':>8} {'documents':>9} {'full s':>8} {'anchor s':>8} {'ratio':>6} {'counted':>8}"
-    )
+    model, rows = build_model(), list[Comparison]()
     for seq_length in options.seq_lengths:
         data = {p: samples(options.corpus, p, seq_length, options.samples) for p in PATTERNS}
         step_seconds(model, data["anchor"][0])  # warm up
@@ -146,22 +143,31 @@ def main() -> None:
                 seconds[pattern].append(spent)
                 work[pattern] += counted_work(seq_length, lengths)
             documents += int(data["anchor"][number]["num_documents"])
-        medians = {p: statistics.median(s) for p, s in seconds.items()}
-        ratios = [f / a for f, a in zip(seconds["full"], seconds["anchor"], strict=True)]
-        row = {
-            "seq_length": seq_length,
-            "documents_per_sample": documents / options.samples,
-            "full_seconds": medians["full"],
-            "anchor_seconds": medians["anchor"],
-            "ratio": statistics.median(ratios),
-            "counted_ratio": work["full"] / work["anchor"],
-        }
-        rows.append(row)
-        length, documents_each, full, anchor, ratio, counted = row.values()
-        print(f"{length:>8} {documents_each:>9.0f} {full:>8.2f} {anchor:>8.2f}", end=" ")
-        print(f"{ratio:>6.2f} {counted:>8.2f}", flush=True)
+        rows.append(compared(seq_length, seconds, work["full"] / work["anchor"], documents))
+        print(f"{seq_length} tokens: {rows[-1].ratio:.2f} x", flush=True)
+    findings = Findings(comparisons=rows)
+    print(findings.table())
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+        findings.write(options.json)
+
+
+def compared(
+    seq_length: int, seconds: dict[str, list[float]], counted: float, documents: int
+) -> Comparison:
+    """Make a row of the table from the steps of one length."""
+    ratios = [f / a for f, a in zip(seconds["full"], seconds["anchor"], strict=True)]
+    medians = {pattern: statistics.median(times) for pattern, times in seconds.items()}
+    return Comparison(
+        what=f"training step, S = {seq_length}, {documents / len(ratios):.0f} documents",
+        peer="the same model with full attention",
+        ours=duration(medians["anchor"]),
+        theirs=duration(medians["full"]),
+        ratio=statistics.median(ratios),
+        ratio_min=min(ratios),
+        ratio_max=max(ratios),
+        repeats=len(ratios),
+        note=f"counted work allows {counted:.2f} x",
+    )
 
 
 if __name__ == "__main__":
