@@ -83,9 +83,12 @@ def measured(function: Callable[..., Any], *args: Any) -> dict[str, float]:
 def _child(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import megatron.core  # noqa: F401
     import torch  # noqa: F401
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     import megatron_anchor.checkpoint.to_hugging_face
     import megatron_anchor.checkpoint.to_megatron  # noqa: F401
+
+    CONFIG_MAPPING["llama"]  # imports the class that the converters ask for defaults
 
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()

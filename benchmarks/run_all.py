@@ -60,7 +60,7 @@ def benchmarks(work: Path, *, quick: bool) -> list[Benchmark]:
             ("--seq-lengths", "512", "--repeats", "2") if quick else (),
         ),
         Benchmark(
-            "Training steps (wall time)",
+            "Training steps (one thread, CPU time)",
             "step_time.py",
             ("--corpus", str(corpus), "--samples", "2")
             + (("--seq-lengths", "512") if quick else ()),

@@ -1,9 +1,9 @@
-"""Step time of `anchor` against `full` attention on a real corpus, in one process on the CPU.
+"""Step time of `anchor` against `full` attention on a real corpus, one thread on the CPU.
 
 Both patterns take the same samples in turns: one forward and backward of a Llama-shaped GPTModel
 with this package's layer spec. Next to the measured ratio stands the ratio of counted work
 (multiplications of the linear layers, the output layer and the attention products), which is what
-kernels of equal efficiency would give.
+kernels of equal efficiency would give. Times are CPU time, which other programs blur least.
 
     make demo && .venv/bin/python benchmarks/step_time.py
 """
@@ -112,10 +112,10 @@ def step_seconds(model: torch.nn.Module, sample: dict[str, Any]) -> tuple[float,
     )
     packed = pack_micro_batch(positions, cu_seqlens, seq_length=tokens.shape[1])
     model.zero_grad()
-    started = time.perf_counter()
+    started = time.process_time()
     losses = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
     (losses * sample["loss_mask"]).mean().backward()
-    return time.perf_counter() - started, packed.document_lengths
+    return time.process_time() - started, packed.document_lengths
 
 
 def main() -> None:
@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     on_cpu.enable()
     compat.quiet_expected_warnings()
     model, rows = build_model(), list[Comparison]()
