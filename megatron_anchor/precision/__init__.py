@@ -1,0 +1,1 @@
+"""How far attention moves when all positions are shifted; see docs/precision.md."""
