@@ -37,6 +37,8 @@ class LayerDifference:
     """float64: absolute differences of weights, each key's mean over the rows that see it."""
     first_logit_CHS: Tensor
     """float64: absolute difference of the first key's logit in every row; 0 where it is hidden."""
+    first_weight_H: Tensor
+    """float64: mean weight of the first key under the reference shift, over the rows seeing it."""
     context_bSHD: Tensor
     """Attention's output, in the values' dtype."""
 
@@ -69,6 +71,7 @@ def compare_layer(
     window = min(window or length, length)
     by_key = torch.zeros(batch - 1, heads, length, dtype=torch.float64, device=device)
     first = torch.zeros_like(by_key)
+    first_weight = torch.zeros(heads, dtype=torch.float64, device=device)
     context = v_bHSD.new_empty(going_on, length, heads, v_bHSD.shape[-1])
     rows = max(1, block_logits // (batch * heads * length))
     for begin in range(0, length, rows):
@@ -86,10 +89,12 @@ def compare_layer(
         logits.masked_fill_((distance < 0) | (distance >= window), -torch.inf)
         weights = arm.rounded(logits.softmax(-1))
         by_key[:, :, low:end] += (weights[1:] - weights[:1]).abs_().sum(-2)
+        if low == 0:
+            first_weight += weights[0, :, :, 0].sum(-1)
         mixed = weights[:going_on] @ v_float_bHSD[:, :, low:end]
         context[:, begin:end] = mixed.transpose(1, 2).to(context.dtype)
-    by_key /= seeing_rows(length, window=window).to(device)
-    return LayerDifference(by_key, first, context)
+    seeing_S = seeing_rows(length, window=window).to(device)
+    return LayerDifference(by_key / seeing_S, first, first_weight / seeing_S[0], context)
 
 
 def seeing_rows(length: int, *, window: int | None = None) -> Tensor:

@@ -46,13 +46,15 @@ class Drift:
     by_head_CLH: np.ndarray
     first_key_CLH: np.ndarray
     """The first key's part of `by_head_CLH`."""
+    first_weight_LH: np.ndarray
+    """Mean weight of the first key under the reference shift."""
     by_key_CS: np.ndarray
     first_logit_CS: np.ndarray
     """Sum over layers and heads of |difference of the first key's logit|, by row."""
     window: int | None = None
 
     @property
-    def total_C(self) -> np.ndarray:
+    def totals(self) -> np.ndarray:
         """D (equation 4), for every shift."""
         return self.by_text_TC.mean(0)
 
@@ -100,6 +102,7 @@ def measure(
     by_head = np.zeros((compared, layers, heads))
     first_key, by_key = np.zeros_like(by_head), np.zeros((compared, length))
     first_logit = np.zeros_like(by_key)
+    first_weight = np.zeros((layers, heads))
     inv_freq_F, factor = model.source.inverse_frequencies(angle_dtype=arm.angle_dtype)
     inv_freq_F = inv_freq_F.to(model.device)
     all_shifts = torch.tensor([reference_shift, *shifts], device=model.device)
@@ -142,6 +145,7 @@ def measure(
                     first_key[:, index] += keys[:, :, 0]
                     by_key[:] += keys.sum(1)
                     first_logit[:] += found.first_logit_CHS.sum(1).cpu().numpy()
+                    first_weight[index] += found.first_weight_H.cpu().numpy()
                     return found.context_bSHD
 
                 hidden_BSE = model.layer(index, hidden_BSE, attend)
@@ -155,6 +159,7 @@ def measure(
         by_text,
         by_head / count,
         first_key / count,
+        first_weight / count,
         by_key / count,
         first_logit / count,
         window,

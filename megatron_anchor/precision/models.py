@@ -90,6 +90,21 @@ def kind_of(config: dict[str, Any]) -> str:
     return str(config.get("model_type"))
 
 
+def check_device(device: str) -> None:
+    """Check that a device is there.
+
+    Raises:
+        PrecisionError: if it is not.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise PrecisionError(
+            f"--device {device}: {reason}; give cpu, or cuda with a GPU"
+        ) from error
+
+
 @contextmanager
 def hugging_face_folder(
     *,
@@ -112,9 +127,7 @@ def hugging_face_folder(
     assert megatron is not None
     with TemporaryDirectory(prefix="rope-drift-") as temporary:
         out = Path(temporary) / "model"
-        convert_to_hugging_face(
-            megatron, out, iteration=iteration, like=like, progress=progress
-        )
+        convert_to_hugging_face(megatron, out, iteration=iteration, like=like, progress=progress)
         yield out
 
 

@@ -1,0 +1,11 @@
+"""Measure how far attention moves when all positions are shifted; see docs/precision.md."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_anchor.precision.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
