@@ -26,6 +26,7 @@ ALLOWED = {
     "megatron_anchor.training": ("training", "pretrain_gpt.py", "checkpoint/megatron_args.py"),
     "megatron_anchor.attention": (
         "attention",
+        "precision",
         "training",
         "pretrain_gpt.py",
         "checkpoint/megatron_model.py",
