@@ -107,9 +107,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def _run(args: argparse.Namespace) -> int:
     from megatron_anchor.precision.errors import PrecisionError
-    from megatron_anchor.precision.files import as_json
+    from megatron_anchor.precision.files import as_json, check_writable
     from megatron_anchor.precision.findings import findings
     from megatron_anchor.precision.models import check_device, hugging_face_folder, open_folder
+    from megatron_anchor.precision.pictures import require_matplotlib
     from megatron_anchor.precision.run import run
     from megatron_anchor.precision.texts import (
         choose_texts,
@@ -122,8 +123,9 @@ def _run(args: argparse.Namespace) -> int:
     check_device(settings.device)
     if args.megatron is None and (args.like or args.iteration is not None):
         raise PrecisionError("--like and --iteration belong to --megatron, which is not given")
-    if args.out and not Path(args.out).resolve().parent.is_dir():
-        raise PrecisionError(f"--out {args.out}: there is no folder {Path(args.out).parent}")
+    if args.out:
+        check_writable(args.out)
+        require_matplotlib()
     progress = not (args.no_progress or args.json)
     given = args.hf or args.megatron
     with hugging_face_folder(
@@ -142,12 +144,23 @@ def _run(args: argparse.Namespace) -> int:
             add_bos=settings.add_bos,
             vocabulary=source.model.vocabulary,
         )
+        _note_untrained(settings, trained=source.model.positions)
         name = args.name or Path(given).resolve().name
         results = run(source, texts, settings, name=name, progress=progress)
     if args.out:
         _write(args.out, results)
     print(json.dumps(as_json(results)) if args.json else findings(results))
     return 0
+
+
+def _note_untrained(settings: Settings, *, trained: int) -> None:
+    last = settings.tokens + max(*settings.shifts, settings.shift2)
+    if last > trained:
+        print(
+            f"note: positions up to {last}, but the model was trained for {trained}; differences "
+            "are measured all the same",
+            file=sys.stderr,
+        )
 
 
 def _write(prefix: str, results: Results) -> None:

@@ -8,8 +8,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from megatron_anchor.precision.errors import PrecisionError
 from megatron_anchor.precision.findings import findings
 from megatron_anchor.precision.run import Results
 
@@ -91,6 +93,20 @@ def rows(results: Results) -> Iterator[dict[str, Any]]:
                 "frequency": frequency,
                 "value": band,
             }
+
+
+def check_writable(prefix: str) -> None:
+    """Check, before a long measurement, that files can be written beside `prefix`.
+
+    Raises:
+        PrecisionError: if they cannot.
+    """
+    folder = Path(prefix).resolve().parent
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PrecisionError(f"--out {prefix}: {folder}: {error.strerror}") from error
 
 
 def write_json(path: Path, results: Results) -> None:

@@ -21,6 +21,7 @@ from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.checkpoint.families import FAMILIES
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.compat import quiet_imports_without_gpu
 from megatron_anchor.precision.arms import Arm
 from megatron_anchor.precision.errors import PrecisionError
 
@@ -69,10 +70,9 @@ def open_folder(folder: str | Path) -> ModelFolder:
 
 
 def _refuse_without_rope(folder: str | Path, config: dict[str, Any]) -> None:
-    names = [name for name, family in FAMILIES.items() if family.model_type == kind_of(config)]
-    if names:
+    kind = config.get("model_type")
+    if any(family.model_type == kind for family in FAMILIES.values()):
         return
-    kind = kind_of(config)
     other = None
     if config.get("alibi") or kind in ALIBI:
         other = "ALiBi"
@@ -83,11 +83,6 @@ def _refuse_without_rope(folder: str | Path, config: dict[str, Any]) -> None:
             f"{folder}: model_type {kind!r} has {other}, not RoPE, so there is no rotation to "
             f"measure; give one of {', '.join(FAMILIES)}"
         )
-
-
-def kind_of(config: dict[str, Any]) -> str:
-    """Name a config's model_type."""
-    return str(config.get("model_type"))
 
 
 def check_device(device: str) -> None:
@@ -122,6 +117,7 @@ def hugging_face_folder(
     if hugging_face is not None:
         yield Path(hugging_face)
         return
+    quiet_imports_without_gpu()
     from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 
     assert megatron is not None

@@ -16,12 +16,19 @@ FLOOR = 1e-12
 """What is 0 lies below every axis; logarithms need a number."""
 
 
-def _figure(width: float, height: float) -> Any:
+def require_matplotlib() -> None:
+    """Raise a PrecisionError where it is not installed."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError as error:
-        raise PrecisionError("a picture needs `pip install matplotlib`") from error
+        raise PrecisionError("--out draws pictures, which need `pip install matplotlib`") from error
+
+
+def _figure(width: float, height: float) -> Any:
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -65,7 +72,7 @@ def draw_drift(path: Path, results: Results) -> None:
         yscale="log",
         xlabel="tokens",
         ylabel="D_logit of the first token",
-        title=f"solid: run on texts ({asked.states[0]}); dotted: real q and k put far away",
+        title=f"solid: texts ({asked.states[0]}); dotted: real q and k put far away",
     )
     for name in (n for n in asked.arms if n in ("bf16", "random-bf16", "float32")):
         values = results.drift(name, asked.states[0]).by_key_CS[0]
