@@ -24,6 +24,11 @@ QUICK = {
     "lengths": (64, 128, 256),
 }
 
+_ARMS = (  # named here, since their table imports torch, which --help need not wait for
+    "all of bf16, bf16-rotate-float32, bf16-fused, bf16-attend-float32, random-bf16, float32, "
+    "float32-angles64 (docs/precision.md)"
+)
+
 _EXAMPLE = """\
   python tools/measure_rope_drift.py --hf models/Llama-2-7b --out drift/llama --device cuda
   python tools/measure_rope_drift.py --megatron run --like models/Llama-2-7b --quick \\
@@ -51,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     texts("--num-texts", type=int, metavar="N", help="default: 50")
     texts("--add-bos", action="store_true", help="put the tokenizer's bos first")
     what = parser.add_argument_group("measurement").add_argument
-    what("--arms", nargs="+", metavar="ARM", help="default: all (docs/precision.md)")
+    what("--arms", nargs="+", metavar="ARM", help=f"default: {_ARMS}")
     what("--states", nargs="+", metavar="KIND", help="end-to-end (the paper's), shared, or both")
     what("--length", type=int, metavar="N", help="tokens of a text for D (default: 4096)")
     what("--shift2", type=int, metavar="N", help="reference shift (default: 16)")

@@ -63,7 +63,7 @@ class FirstTokenProbe:
         self.lengths = np.array(edges[1:])
         self.sizes_O = np.diff(edges)
         drawn = [
-            np.sort(self.random.choice(size, min(size, SAMPLES), replace=False)) + begin
+            np.sort(self.random.choice(int(size), min(int(size), SAMPLES), replace=False)) + begin
             for begin, size in zip(edges, self.sizes_O, strict=False)
         ]
         self.rows_N = torch.from_numpy(np.concatenate(drawn))

@@ -23,7 +23,7 @@ COLUMNS = (
 
 def as_json(results: Results) -> dict[str, Any]:
     """Sums by shift, layer and length; numbers to six digits."""
-    arms = {}
+    arms: dict[str, dict[str, Any]] = {}
     for drift in results.drifts:
         total = drift.totals
         entry = arms.setdefault(drift.arm, {})

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from megatron_anchor.precision.arms import ARMS
 from megatron_anchor.precision.cli import main, parser, settings_of
 from megatron_anchor.precision.errors import PrecisionError
+from megatron_anchor.precision.measurement import STATES
 from megatron_anchor.precision.settings import Settings
 from megatron_anchor.precision.texts import (
     choose_texts,
@@ -45,6 +47,12 @@ def test_defaults_are_the_papers():
     assert (asked.num_texts, asked.length) == (50, 4096)
     assert (min(asked.lengths), max(asked.lengths), asked.reach) == (64, 8192, 131072)
     assert settings_of(parser().parse_args(["--hf", "x"])) == asked
+
+
+def test_help_names_every_arm_and_kind_of_states():
+    said = " ".join(parser().format_help().split())
+    assert f"all of {', '.join(ARMS)} (docs" in said.replace("- ", "-")
+    assert all(kind in said for kind in STATES)
 
 
 def test_quick_gives_defaults_and_flags_win():
