@@ -12,6 +12,8 @@ from megatron_anchor.precision.errors import PrecisionError
 from megatron_anchor.precision.run import Results
 
 COLORS = dict(zip(ARMS, ("C0", "C9", "C4", "C3", "C2", "C1", "C7"), strict=True))
+WIDTHS = dict(zip(ARMS, (1.5, 3.5, 1.2, 3.5, 1.5, 1.2, 1.5), strict=True))
+"""Arms that often coincide with a later one are wide, so that both are seen."""
 FLOOR = 1e-12
 """What is 0 lies below every axis; logarithms need a number."""
 
@@ -56,11 +58,11 @@ def draw_drift(path: Path, results: Results) -> None:
             total = results.drift(name, states).totals[order]
             label = ARMS[name].says if line == "-" else None
             by_shift.plot(
-                shifts[apart], total[apart], line, color=COLORS[name], marker=".", label=label
+                shifts[apart], total[apart], line, label=label, marker=".", **_style(name)
             )
-        by_length.plot(*zip(*results.first_logit(name), strict=True), "-", color=COLORS[name])
+        by_length.plot(*zip(*results.first_logit(name), strict=True), "-", **_style(name))
         far = results.far[name]
-        by_length.plot(far.lengths, far.first_logit_O, ":", color=COLORS[name], marker=".")
+        by_length.plot(far.lengths, far.first_logit_O, ":", marker=".", **_style(name))
     by_shift.set(
         yscale="log",
         xlabel="shift1 (positions)",
@@ -94,6 +96,10 @@ def draw_drift(path: Path, results: Results) -> None:
     figure.savefig(path, dpi=100, format="png")
 
 
+def _style(arm: str) -> dict[str, Any]:
+    return {"color": COLORS[arm], "linewidth": WIDTHS[arm]}
+
+
 def _lines(states: tuple[str, ...]) -> list[str]:
     return [
         f"{line}: states {name}" for name, line in zip(states, ("solid", "dashed"), strict=False)
@@ -108,8 +114,8 @@ def draw_frequencies(path: Path, results: Results) -> None:
     for name in arms:
         far = results.far[name]
         axis = far.wavelengths_F
-        near.plot(axis, far.other_keys_F, color=COLORS[name], marker=".", label=ARMS[name].says)
-        first.plot(axis, far.first_key_OF[-1], color=COLORS[name], marker=".")
+        near.plot(axis, far.other_keys_F, label=ARMS[name].says, marker=".", **_style(name))
+        first.plot(axis, far.first_key_OF[-1], marker=".", **_style(name))
     far = results.far[arms[0]]
     near.set_title("other keys of the texts", fontsize=9)
     first.set_title(f"the first key, {far.lengths[-1] // 2} to {far.lengths[-1]} away", fontsize=9)
