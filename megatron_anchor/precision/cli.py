@@ -114,7 +114,12 @@ def _run(args: argparse.Namespace) -> int:
     from megatron_anchor.precision.errors import PrecisionError
     from megatron_anchor.precision.files import as_json, check_writable
     from megatron_anchor.precision.findings import findings
-    from megatron_anchor.precision.models import check_device, hugging_face_folder, open_folder
+    from megatron_anchor.precision.models import (
+        check_device,
+        check_weights,
+        hugging_face_folder,
+        open_folder,
+    )
     from megatron_anchor.precision.pictures import require_matplotlib
     from megatron_anchor.precision.run import run
     from megatron_anchor.precision.texts import (
@@ -141,6 +146,7 @@ def _run(args: argparse.Namespace) -> int:
         progress=progress,
     ) as folder:
         source = open_folder(folder)
+        check_weights(source)
         texts = choose_texts(
             texts_of_files(args.texts, key=args.json_key) if args.texts else default_texts(),
             open_tokenizer(args.tokenizer or folder),

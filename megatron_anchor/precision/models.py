@@ -20,7 +20,10 @@ from torch import Tensor
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.checkpoint.families import FAMILIES
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
+from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.checkpoint.rows import Files
+from megatron_anchor.checkpoint.to_megatron import check_tensors
 from megatron_anchor.compat import quiet_imports_without_gpu
 from megatron_anchor.precision.arms import Arm
 from megatron_anchor.precision.errors import PrecisionError
@@ -67,6 +70,23 @@ def open_folder(folder: str | Path) -> ModelFolder:
     _refuse_without_rope(folder, config)
     model = model_of(config, drop_sliding_window=True)
     return ModelFolder(Path(folder), model, sliding_window(config))
+
+
+def check_weights(source: ModelFolder) -> None:
+    """Check that every weight is there, which transformers would replace by random numbers.
+
+    Raises:
+        PrecisionError: for a config that transformers does not take.
+        CheckpointError: naming what is missing, damaged or of another shape.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(source.folder, local_files_only=True)
+    except Exception as error:  # any kind, from whatever reads the fields
+        raise PrecisionError(f"{source.folder}/config.json: {error}") from error
+    with Files() as files:
+        check_tensors(open_weights(source.folder, files), source.model)
 
 
 def _refuse_without_rope(folder: str | Path, config: dict[str, Any]) -> None:
@@ -181,11 +201,8 @@ def _load(folder: Path, arm: Arm, seed: int) -> Any:
     AttentionInterface.register(ATTENTION, _attention)
     options: dict[str, Any] = {"dtype": arm.dtype, "attn_implementation": ATTENTION}
     if not arm.random_weights:
-        try:
-            loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise PrecisionError(f"{folder} cannot be loaded: {error}") from error
-        return loaded.eval()
+        kind = AutoModelForCausalLM
+        return kind.from_pretrained(folder, local_files_only=True, **options).eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)

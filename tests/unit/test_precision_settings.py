@@ -1,6 +1,7 @@
 """What is refused, with place and remedy, before anything long begins; and what texts are taken."""
 
 import json
+import shutil
 
 import pytest
 
@@ -90,15 +91,40 @@ def test_a_folder_without_tokenizer_is_named_with_the_flag(folder, capsys):
     assert "--tokenizer DIR" in said
 
 
-def test_weights_that_are_missing_are_named(folder, tmp_path, capsys):
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    texts = tmp_path / "a.txt"
-    texts.write_text("word " * 999)
-    said = refused(
-        capsys, "--hf", tmp_path, "--tokenizer", _small_tokenizer(tmp_path), "--quick", "--texts",
-        texts, "--length", 20, "--lengths", 20, "--shifts", 0
-    )  # fmt: skip
-    assert f"{tmp_path} cannot be loaded" in said
+def config_change(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+DAMAGES = {
+    "missing weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
+    "cut weights": (
+        lambda f: (f / "model.safetensors").write_bytes(b"x" * 200),
+        "model.safetensors: not a whole safetensors file",
+    ),
+    "weights of fewer layers": (
+        config_change(num_hidden_layers=6),
+        "lack model.layers.4.input_layernorm.weight",
+    ),
+    "weights of another shape": (config_change(num_attention_heads=16), "has shape [64, 64]"),
+    "unknown dtype": (config_change(dtype="float7"), "float7"),
+    "unknown rope": (
+        config_change(rope_parameters={"rope_type": "warp", "rope_theta": 1e4}),
+        "rope type 'warp' is none of",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_model_is_refused_before_anything_is_measured(damage, folder, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    change, said = DAMAGES[damage]
+    change(copy)
+    assert said in refused(capsys, "--hf", copy, "--quick")
 
 
 def _small_tokenizer(tmp_path):
