@@ -1,7 +1,6 @@
 """The tool as a user runs it, on a Hugging Face folder and on the Megatron checkpoint of it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,26 +37,34 @@ def texts_of(model):
     return "--texts", str(model / "text.txt"), "--tokenizer", str(model / "tokenizer")
 
 
-def test_the_tool_writes_figures_tables_and_findings(model, tmp_path):
-    tool = [sys.executable, ROOT / "tools/measure_rope_drift.py", "--hf", model / "hf", *ASKED]
+def test_the_tool_starts_at_once_and_shows_an_example():
+    """Help needs neither torch nor transformers."""
     done = subprocess.run(
-        [*tool, *texts_of(model), "--out", tmp_path / "drift"],
+        [sys.executable, "-X", "importtime", ROOT / "tools/measure_rope_drift.py", "--help"],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+    assert "python tools/measure_rope_drift.py --hf" in done.stdout
+    assert not {"torch", "transformers"} & {line.split()[-1] for line in done.stderr.splitlines()}
+
+
+def test_the_tool_writes_figures_tables_and_findings(model, tmp_path, capsys):
+    asked = ("--hf", str(model / "hf"), *texts_of(model), *ASKED, "--out", str(tmp_path / "drift"))
+    assert main(asked) == 0
+    said = capsys.readouterr()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("drift-frequencies.png", "drift-heads.png", "drift.csv", "drift.json", "drift.md"),
         "drift.png",
     ]
-    assert (tmp_path / "drift.md").read_text() == done.stdout
+    assert (tmp_path / "drift.md").read_text() == said.out
     found = json.loads((tmp_path / "drift.json").read_text())
     bf16, float32 = (found["arms"][name]["end-to-end"]["D"] for name in ("bf16", "float32"))
     assert all(a > 100 * b for a, b in zip(bf16, float32, strict=True))
     assert set(found["arms"]["bf16"]["D_logit"]) == {"8", "60"}
-    assert "layer" in done.stderr  # the progress bar
+    assert "layer" in said.err  # the progress bar
+    assert "the model was trained for 256" in said.err
 
 
 def test_a_megatron_checkpoint_gives_the_same_numbers(model, capsys):

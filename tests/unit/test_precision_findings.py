@@ -9,7 +9,6 @@ import pytest
 from megatron_anchor.precision.files import as_json, write_csv
 from megatron_anchor.precision.findings import findings
 from megatron_anchor.precision.measurement import STATES, Drift
-from megatron_anchor.precision.pictures import draw_drift, draw_frequencies, draw_heads
 from megatron_anchor.precision.run import Far, Results
 from megatron_anchor.precision.settings import Settings
 
@@ -83,9 +82,3 @@ def test_csv_holds_every_number_and_its_sums_are_the_json(results, tmp_path):
     assert keys == pytest.approx(8) == heads
     assert totals == as_json(results)["arms"]["bf16"]["end-to-end"]["D"] == [8, 0, 16]
     assert list(tmp_path.iterdir()) == [tmp_path / "x.csv"]
-
-
-@pytest.mark.parametrize("draw", [draw_drift, draw_frequencies, draw_heads])
-def test_pictures_are_drawn(draw, results, tmp_path):
-    draw(tmp_path / "x.png", results)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
