@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.precision.arms import Arm
-from megatron_anchor.precision.difference import compare_layer, seeing_rows
+from megatron_anchor.precision.difference import LayerDifference, compare_layer, seeing_rows
 from megatron_anchor.precision.far import FirstTokenProbe
 from megatron_anchor.precision.models import LayeredModel
 from megatron_anchor.precision.products import Float32Products
@@ -72,6 +72,34 @@ class Drift:
         return self.first_logit_CS[:, :length].sum(1) / rows
 
 
+class _Sums:
+    """What `Drift` holds, while it is added up."""
+
+    def __init__(self, *, texts: int, compared: int, layers: int, heads: int, length: int) -> None:
+        self.by_text_TC = np.zeros((texts, compared))
+        self.by_head_CLH = np.zeros((compared, layers, heads))
+        self.first_key_CLH = np.zeros_like(self.by_head_CLH)
+        self.first_weight_LH = np.zeros((layers, heads))
+        self.by_key_CS = np.zeros((compared, length))
+        self.first_logit_CS = np.zeros_like(self.by_key_CS)
+
+    def add(self, found: LayerDifference, *, text: int, layer: int) -> None:
+        """Add one layer of one text."""
+        by_key_CHS = found.by_key_CHS.cpu().numpy()
+        self.by_text_TC[text] += by_key_CHS.sum((1, 2))
+        self.by_head_CLH[:, layer] += by_key_CHS.sum(2)
+        self.first_key_CLH[:, layer] += by_key_CHS[:, :, 0]
+        self.first_weight_LH[layer] += found.first_weight_H.cpu().numpy()
+        self.by_key_CS += by_key_CHS.sum(1)
+        self.first_logit_CS += found.first_logit_CHS.sum(1).cpu().numpy()
+
+    def means(self) -> dict[str, np.ndarray]:
+        """Give the fields of `Drift`: means over texts, but for D of each."""
+        texts = len(self.by_text_TC)
+        fields = vars(self).items()
+        return {name: sums if name == "by_text_TC" else sums / texts for name, sums in fields}
+
+
 def measure(
     model: LayeredModel,
     arm: Arm,
@@ -95,72 +123,55 @@ def measure(
         probe: also receives queries and keys of every layer under the reference shift.
         done: called after every layer of every text.
     """
-    shape = model.source.model
-    length, window = len(texts_S[0]), model.source.window
-    compared, layers, heads = len(shifts), len(model), shape.heads
-    by_text = np.zeros((len(texts_S), compared))
-    by_head = np.zeros((compared, layers, heads))
-    first_key, by_key = np.zeros_like(by_head), np.zeros((compared, length))
-    first_logit = np.zeros_like(by_key)
-    first_weight = np.zeros((layers, heads))
-    inv_freq_F, factor = model.source.inverse_frequencies(angle_dtype=arm.angle_dtype)
-    inv_freq_F = inv_freq_F.to(model.device)
+    length, heads = len(texts_S[0]), model.source.model.heads
     all_shifts = torch.tensor([reference_shift, *shifts], device=model.device)
     positions_BS = torch.arange(length, device=model.device) + all_shifts[:, None]
-    batch = 1 if states == "shared" else len(all_shifts)
+    inv_freq_F, factor = model.source.inverse_frequencies(angle_dtype=arm.angle_dtype)
+    inv_freq_F = inv_freq_F.to(model.device)
 
+    def compare(
+        q_bHSD: Tensor, k_bGSD: Tensor, v_bGSD: Tensor, scale: float, window: int | None
+    ) -> LayerDifference:
+        q_BHSD, k_BGSD = (
+            arm.rotated(x, positions_BS, inv_freq_F, attention_factor=factor)
+            for x in (q_bHSD, k_bGSD)
+        )
+        repeats = heads // k_bGSD.shape[1]
+        k_BHSD, v_bHSD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSD, v_bGSD))
+        return compare_layer(q_BHSD, k_BHSD, v_bHSD, arm=arm, scale=scale, window=window)
+
+    sums = _Sums(
+        texts=len(texts_S), compared=len(shifts), layers=len(model), heads=heads, length=length
+    )
+    batch = 1 if states == "shared" else len(all_shifts)
     for text, tokens_S in enumerate(texts_S):
         with torch.no_grad(), Float32Products():
             hidden_BSE = model.embed(tokens_S.expand(batch, -1))
-            for index in range(layers):
+            for layer in range(len(model)):
 
                 def attend(
-                    q_bHSD: Tensor,
-                    k_bGSD: Tensor,
-                    v_bGSD: Tensor,
+                    q: Tensor,
+                    k: Tensor,
+                    v: Tensor,
                     scale: float,
                     window: int | None,
                     *,
-                    index: int = index,
                     text: int = text,
+                    layer: int = layer,
                 ) -> Tensor:
                     if probe is not None:
-                        probe.add(q_bHSD[0], k_bGSD[0], scale=scale)
-                    q, k = (
-                        arm.rotated(x, positions_BS, inv_freq_F, attention_factor=factor)
-                        for x in (q_bHSD, k_bGSD)
-                    )
-                    repeats = heads // k.shape[1]
-                    found = compare_layer(
-                        q,
-                        k.repeat_interleave(repeats, dim=1),
-                        v_bGSD.repeat_interleave(repeats, dim=1),
-                        arm=arm,
-                        scale=scale,
-                        window=window,
-                    )
-                    keys = found.by_key_CHS.cpu().numpy()
-                    by_text[text] += keys.sum((1, 2))
-                    by_head[:, index] += keys.sum(2)
-                    first_key[:, index] += keys[:, :, 0]
-                    by_key[:] += keys.sum(1)
-                    first_logit[:] += found.first_logit_CHS.sum(1).cpu().numpy()
-                    first_weight[index] += found.first_weight_H.cpu().numpy()
+                        probe.add(q[0], k[0], scale=scale)
+                    found = compare(q, k, v, scale, window)
+                    sums.add(found, text=text, layer=layer)
                     return found.context_bSHD
 
-                hidden_BSE = model.layer(index, hidden_BSE, attend)
+                hidden_BSE = model.layer(layer, hidden_BSE, attend)
                 done()
-    count = len(texts_S)
     return Drift(
-        arm.name,
-        states,
-        tuple(shifts),
-        reference_shift,
-        by_text,
-        by_head / count,
-        first_key / count,
-        first_weight / count,
-        by_key / count,
-        first_logit / count,
-        window,
+        arm=arm.name,
+        states=states,
+        shifts=tuple(shifts),
+        reference_shift=reference_shift,
+        window=model.source.window,
+        **sums.means(),
     )
