@@ -13,8 +13,10 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     packages=find_packages(include=["megatron_anchor", "megatron_anchor.*"]),
     package_data={"megatron_anchor": ["py.typed"]},
+    entry_points={"console_scripts": ["megatron-anchor = megatron_anchor.console:main"]},
     python_requires=">=3.12",
     install_requires=[
         "torch>=2.8",
@@ -41,6 +43,7 @@ setup(
         "ray": ["ray>=2.40"],
         "dev": [
             "pytest>=8.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.14",
@@ -48,10 +51,16 @@ setup(
             "matplotlib>=3.9",
             "zstandard>=0.23",
         ],
+        "docs": ["mkdocs-material>=9.6"],
     },
+    keywords="megatron, long context, attention, rope, packing, pretraining",
     classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Typing :: Typed",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )
