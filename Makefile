@@ -2,7 +2,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-te test-gpu lint bench clean
+.PHONY: demo test test-te test-gpu lint bench docs clean
 
 demo: $(VENV)/.ready  ## train under `anchor` and `full` on real text, on this machine's CPU
 	$(PY) examples/cpu_demo/run.py
@@ -24,11 +24,17 @@ lint: $(VENV)/.ready  ## format and type checks
 bench: $(VENV)/.ready  ## side by side with the peers; writes docs/measurements/DATE-cpu.md
 	$(PY) benchmarks/run_all.py
 
+docs: .venv-docs/.ready  ## the site, into site/; a broken link ends it
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
 clean:  ## remove the environment and what the demo wrote
-	rm -rf $(VENV) .venv-te demo_output
+	rm -rf $(VENV) .venv-te .venv-docs demo_output site
 
 $(VENV)/.ready: setup.py requirements/constraints.txt tools/make_venv.sh
 	tools/make_venv.sh $(VENV)
+
+.venv-docs/.ready: requirements/docs.txt requirements/constraints.txt tools/make_venv.sh
+	tools/make_venv.sh .venv-docs -r requirements/docs.txt
 
 .venv-te/.ready: $(VENV)/.ready requirements/te.txt tools/make_venv_te.sh
 	tools/make_venv_te.sh $(VENV) .venv-te

@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # Make a virtual environment with this package and pinned versions of all it needs.
-# Usage: tools/make_venv.sh DIR      (PYTHON=/path/to/python chooses the interpreter)
+# Usage: tools/make_venv.sh DIR [WHAT...]     (PYTHON=/path/to/python chooses the interpreter)
+# WHAT is for pip, instead of this package with its extras dev, plot and fast.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${1:?usage: tools/make_venv.sh DIR}
+venv=${1:?usage: tools/make_venv.sh DIR [WHAT...]}
+shift
+size=""
+if [ $# -eq 0 ]; then
+    set -- -e '.[dev,plot,fast]'
+    size=" (a few minutes, about 6 GB: torch)"
+fi
 
 is_usable() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
@@ -29,9 +36,9 @@ MESSAGE
 }
 
 python=$(find_python)
-echo "Setting up $venv with $("$python" --version) from $python (a few minutes, about 6 GB: torch)"
+echo "Setting up $venv with $("$python" --version) from $python$size"
 rm -rf "$venv"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --upgrade pip
-"$venv/bin/python" -m pip install --quiet -c requirements/constraints.txt -e '.[dev,plot,fast]'
+"$venv/bin/python" -m pip install --quiet -c requirements/constraints.txt "$@"
 touch "$venv/.ready"
