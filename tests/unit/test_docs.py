@@ -1,24 +1,43 @@
-"""README and docs name only files, modules and flags that exist."""
+"""README and docs name only files, modules, make targets, sections and pages that exist."""
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OUR_FOLDERS = ("megatron_anchor/", "tools/", "tests/", "examples/", "benchmarks/", "docs/")
+from megatron_anchor.console import COMMANDS
+from tests.documentation import PAGES, ROOT, page_id
+
+OUR_FOLDERS = (
+    *("megatron_anchor/", "tools/", "tests/", "examples/", "benchmarks/", "docs/"),
+    "requirements/",
+)
+every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def anchors(page):
+    """The section names of a page, as mkdocs makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        yield re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+@every_page
 def test_every_link_leads_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, section in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if section:
+            assert section in set(anchors(linked)), f"{page.name} links to {target}#{section}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@every_page
 def test_every_path_of_ours_exists(page):
     words = re.findall(r"[\w./-]+", page.read_text(encoding="utf-8"))
     for word in words:
@@ -27,13 +46,33 @@ def test_every_path_of_ours_exists(page):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@every_page
 def test_every_module_that_is_run_exists(page):
     for module in re.findall(r"-m (megatron_anchor[\w.]*)", page.read_text(encoding="utf-8")):
         assert importlib.util.find_spec(module), f"{page.name} runs {module}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@every_page
+def test_every_module_that_is_imported_exists_and_has_what_is_taken_from_it(page):
+    pattern = r"^from (megatron_anchor[\w.]*) import ([\w, ]+)"
+    for module, names in re.findall(pattern, page.read_text(encoding="utf-8"), re.MULTILINE):
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, f"{page.name} imports {module}"
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        for name in names.split(","):
+            known = re.search(rf"\b{name.strip()}\b", source)
+            known = known or importlib.util.find_spec(f"{module}.{name.strip()}")
+            assert known, f"{page.name} imports {name} from {module}"
+
+
+@every_page
+def test_every_command_of_ours_exists(page):
+    pattern = r"\bmegatron-anchor (convert [a-z][\w-]*|[a-z][\w-]*)"
+    for name in re.findall(pattern, page.read_text(encoding="utf-8")):
+        assert name in COMMANDS, f"{page.name} names megatron-anchor {name}"
+
+
+@every_page
 def test_every_make_target_exists(page):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"`make ([\w-]+)`|^make ([\w-]+)", page.read_text(), re.MULTILINE):
@@ -42,4 +81,47 @@ def test_every_make_target_exists(page):
 
 
 def test_the_pages_were_found():
-    assert len(PAGES) > 3
+    assert len(PAGES) > 15
+
+
+def nav_pages(entries):
+    for entry in entries:
+        (value,) = entry.values()
+        yield from nav_pages(value) if isinstance(value, list) else [value]
+
+
+def test_the_navigation_names_every_page_once():
+    nav = list(nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert len(nav) == len(set(nav))
+    missing = [page for page in nav if not (ROOT / "docs" / page).exists()]
+    assert missing == []
+    top = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert top - set(nav) == set(), "add a line to the nav of mkdocs.yml"
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path):
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed; `make docs` has an environment for it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    assert (tmp_path / "quickstart" / "index.html").exists()
+
+
+def test_the_docs_environment_is_the_extra():
+    needed = (ROOT / "requirements" / "docs.txt").read_text().splitlines()
+    (needed,) = (line for line in needed if not line.startswith("#"))
+    assert f'"docs": ["{needed}"]' in (ROOT / "setup.py").read_text()
+
+
+def test_the_pictures_of_the_masks_are_what_their_script_draws(tmp_path):
+    drawn = [sys.executable, str(ROOT / "docs" / "draw_masks.py"), str(tmp_path)]
+    subprocess.run(drawn, cwd=ROOT, check=True, timeout=120)
+    names = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert names == sorted(path.name for path in (ROOT / "docs" / "images").glob("*.png"))
+    from matplotlib.image import imread
+
+    for name in names:
+        ours, stored = imread(tmp_path / name), imread(ROOT / "docs" / "images" / name)
+        assert ours.shape == stored.shape
+        changed = abs(ours[..., :3] - stored[..., :3]).max(axis=-1) > 0.2
+        assert changed.mean() < 0.02, f"draw docs/images/{name} again"  # fonts may differ a little
