@@ -24,8 +24,8 @@ lint: $(VENV)/.ready  ## format and type checks
 bench: $(VENV)/.ready  ## side by side with the peers; writes docs/measurements/DATE-cpu.md
 	$(PY) benchmarks/run_all.py
 
-docs: .venv-docs/.ready  ## the site, into site/; a broken link ends it
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+docs: .venv-docs/.ready  ## the site, into site/ (--quiet would let broken links pass)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
 clean:  ## remove the environment and what the demo wrote
 	rm -rf $(VENV) .venv-te .venv-docs demo_output site

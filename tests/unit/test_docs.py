@@ -102,7 +102,7 @@ def test_the_navigation_names_every_page_once():
 def test_the_site_builds_without_a_broken_link(tmp_path):
     if importlib.util.find_spec("material") is None:
         pytest.skip("mkdocs-material is not installed; `make docs` has an environment for it")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     assert (tmp_path / "quickstart" / "index.html").exists()
 
