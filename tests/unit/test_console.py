@@ -91,7 +91,7 @@ def test_a_corpus_is_made_in_worker_processes_too(tmp_path):
     command = [sys.executable, "-m", "megatron_anchor", "preprocess", "--input"]
     command += [str(tmp_path / "in.jsonl"), "--tokenizer-type", "ByteLevelTokenizer"]
     command += ["--output-prefix", str(tmp_path / "out"), "--workers", "2", "--no-progress"]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     corpus = IndexedCorpus.open(tmp_path / "out_text_document")
     np.testing.assert_array_equal(corpus.tokens, np.frombuffer(b"a bc", dtype=np.uint8))
 

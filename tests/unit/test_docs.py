@@ -103,7 +103,7 @@ def test_the_site_builds_without_a_broken_link(tmp_path):
     if importlib.util.find_spec("material") is None:
         pytest.skip("mkdocs-material is not installed; `make docs` has an environment for it")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
     assert (tmp_path / "quickstart" / "index.html").exists()
 
 
@@ -115,7 +115,7 @@ def test_the_docs_environment_is_the_extra():
 
 def test_the_pictures_of_the_masks_are_what_their_script_draws(tmp_path):
     drawn = [sys.executable, str(ROOT / "docs" / "draw_masks.py"), str(tmp_path)]
-    subprocess.run(drawn, cwd=ROOT, check=True, timeout=120)
+    subprocess.run(drawn, cwd=ROOT, check=True, timeout=600)
     names = sorted(path.name for path in tmp_path.glob("*.png"))
     assert names == sorted(path.name for path in (ROOT / "docs" / "images").glob("*.png"))
     from matplotlib.image import imread

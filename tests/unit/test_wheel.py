@@ -35,7 +35,7 @@ def wheel(tmp_path_factory):
         else:
             shutil.copy(ROOT / name, copy / name)
     command = [sys.executable, "-c", BUILD, str(out)]
-    subprocess.run(command, cwd=copy, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=copy, check=True, capture_output=True, timeout=600)
     (built,) = out.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         yield archive
