@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import io
 import logging
+import os
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
+from typing import IO, Any, Protocol
 
 from packaging.version import Version
+
+from megatron_anchor.whole_files import replacing
+
+TRACKER = "latest_checkpointed_iteration.txt"
 
 MEGATRON_MIN, MEGATRON_BELOW = Version("0.19.2"), Version("0.20")
 
@@ -131,6 +140,92 @@ def quiet_imports_without_gpu() -> None:
     ):
         warnings.filterwarnings("ignore", message=text)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_Without("No CUDA runtime is found"))
+
+
+class OnRejected(Protocol):
+    """Called with the check's message; `raises` where the process ends right after the call."""
+
+    def __call__(self, message: str, *, fatal: bool, raises: bool) -> None:
+        """Take note."""
+
+
+def watch_rejected_results(on_rejected: OnRejected) -> None:
+    """Have every result that Megatron's rerun machine rejects reported before it acts on it.
+
+    In its default mode the machine lets the first iteration of a run pass unseen, for it could
+    take no checkpoint there: NaN would go into the weights, and from there into the checkpoint that
+    it takes in the second one. Here a fatal result ends the first iteration too.
+    """
+    from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
+
+    original = getattr(RerunStateMachine.validate_result, "original", None)
+    original = original or RerunStateMachine.validate_result
+
+    @functools.wraps(original)
+    def validate_result(
+        self: Any,
+        result: Any,
+        rejection_func: Callable[[Any], Any],
+        message: str,
+        comparison_func: Callable[[Any, Any], float] | None = None,
+        tolerance: float = 0.0,
+        fatal: bool = True,
+    ) -> None:
+        unseen = (
+            self.mode is RerunMode.VALIDATE_RESULTS
+            and self.state is RerunState.INITIAL_RUN
+            and not self.first_iteration_complete
+        )
+        raises = fatal and (unseen or self.mode is RerunMode.DISABLED)
+
+        def judge(value: Any) -> bool:
+            rejected = bool(rejection_func(value))
+            if rejected:
+                on_rejected(message, fatal=fatal, raises=raises)
+            return rejected
+
+        if unseen and fatal and judge(result):
+            raise RuntimeError(f"{message} in the first iteration of this run: result {result}")
+        original(self, result, judge, message, comparison_func, tolerance, fatal)
+
+    validate_result.original = original  # type: ignore[attr-defined]
+    RerunStateMachine.validate_result = validate_result  # type: ignore[method-assign]
+
+
+def write_trackers_whole() -> None:
+    """Keep latest_checkpointed_iteration.txt whole, whenever the job is killed or the disk full.
+
+    Megatron truncates it and then writes, and ends with status 0 where it finds it empty.
+    """
+    from megatron.training import checkpointing as host
+
+    if not isinstance(host.maybe_msc, _WholeTrackers):
+        host.maybe_msc = _WholeTrackers(host.maybe_msc)
+
+
+class _WholeTrackers:
+    """Megatron's access to files, but for writing trackers in a local folder."""
+
+    def __init__(self, host: Any) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+    def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        folder, name = os.path.split(str(path))
+        if mode == "w" and name == TRACKER and os.path.isdir(folder):
+            return _text(replacing(path))
+        return self._host.open(path, mode, *args, **kwargs)
+
+
+@contextmanager
+def _text(binary: AbstractContextManager[IO[bytes]]) -> Iterator[IO[str]]:
+    with binary as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8")
+        yield text
+        text.flush()
+        text.detach()
 
 
 class _Without(logging.Filter):

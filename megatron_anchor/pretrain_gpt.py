@@ -17,13 +17,17 @@ from typing import Any, NoReturn
 PROGRAM_START = time.time()
 SECONDS_FOR_THE_REASON = 60
 
+from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
+
 from megatron_anchor import compat  # noqa: E402
 
 
+@record
 def main() -> None:
     """Parse, refuse what cannot run, and hand over to Megatron's own training loop.
 
     Exits with status 2 and the reasons on rank 0 when the arguments or the data cannot be used.
+    An exception of a rank is recorded for torchrun, which then says which rank it was, and why.
     """
     compat.require_supported_megatron()
     if not compat.have_cuda():
@@ -33,19 +37,22 @@ def main() -> None:
         )
     compat.use_shipped_dataset_helpers()
     compat.quiet_expected_warnings()
-
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+    from megatron_anchor.training import bad_batch, saved_checkpoints
     from megatron_anchor.training.arguments import add_anchor_arguments
     from megatron_anchor.training.forward_step import forward_step
     from megatron_anchor.training.providers import datasets_provider, model_config
     from megatron_anchor.training.validation import require_supported
 
+    compat.write_trackers_whole()
+    saved_checkpoints.explain_failed_saves()
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     try:
         args = compat.parse_and_validate_args(add_anchor_arguments, check=require_supported)
+        bad_batch.install(args)
     except ValueError as error:
         _end_with(f"error: {error}")
     container = pretrain_cfg_container_from_args(args, model_config(args))

@@ -3,7 +3,8 @@
 An entry is one .npy file an array and a description, written last, that repeats what the entry
 depends on and every array's shape, type and checksum, which every process compares. Several
 processes may build one entry at once: each writes to names of its own and renames at the end, and
-all write the same.
+all write the same. What a killed process leaves is no part of an entry; the next one that builds
+removes it after a day.
 """
 
 import json
@@ -11,13 +12,12 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
-from uuid import uuid4
 
 import numpy as np
+
+from megatron_anchor.whole_files import remove_abandoned, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ def load_or_build(
             return StoredArrays(paths)
         logger.warning("the cached %s is damaged (%s): building it again", described, damage)
     arrays = build()
+    remove_abandoned(directory)
     record = {
         "description": description,
         "arrays": {name: _form(array) for name, array in arrays.items()},
@@ -74,9 +75,10 @@ def load_or_build(
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         for name, path in paths.items():
-            _write_whole(path, partial(np.save, arr=arrays[name]))
-        text = json.dumps(record, indent=4).encode()
-        _write_whole(described, lambda stream: stream.write(text))
+            with replacing(path) as stream:
+                _save(stream, arrays[name])
+        with replacing(described) as stream:
+            stream.write(json.dumps(record, indent=4).encode())
     except OSError as error:
         raise ValueError(
             f"cannot write the packing index to {directory}: {error}; give a directory that can "
@@ -85,18 +87,12 @@ def load_or_build(
     return StoredArrays(paths)
 
 
-def remove_damaged_blends(directory: str | os.PathLike[str]) -> None:
-    """Remove the cached indices of blends that cannot be read, so that Megatron builds them again.
-
-    Megatron writes them in place, the description first: a run that is killed then leaves a part
-    of a file, on which every later run would stop.
-    """
-    for path in sorted(Path(directory).glob("*-BlendedDataset-*index.npy")):
-        try:
-            np.load(path, mmap_mode="r", allow_pickle=False)
-        except (EOFError, ValueError) as error:
-            logger.warning("the cached %s is damaged (%s): building it again", path, error)
-            path.unlink()
+def _save(stream: IO[bytes], array: np.ndarray) -> None:
+    """As np.save, whose own way of writing to a file reports a full disk without saying so."""
+    array = np.ascontiguousarray(array)
+    header = np.lib.format.header_data_from_array_1_0(array)
+    np.lib.format.write_array_header_1_0(stream, header)
+    stream.write(array.view(np.uint8).reshape(-1).data)
 
 
 def _form(array: np.ndarray) -> dict[str, Any]:
@@ -123,18 +119,3 @@ def _find_damage(
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write under a name of our own, then rename: readers see the old file or the whole new one."""
-    own = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    try:
-        with own.open("wb") as stream:
-            write(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(own, path)
-    except BaseException:
-        with suppress(OSError):
-            own.unlink()
-        raise

@@ -38,9 +38,7 @@ class CorpusFiles:
     num_sequences: int
     num_documents: int
     num_tokens: int
-    """tokens that the .idx accounts for"""
-    surplus_bytes: int
-    """bytes of the .bin behind the last token that the .idx knows; 0 in a sound corpus"""
+    """tokens that the .idx accounts for, and the .bin holds"""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -53,8 +51,8 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
 
     Raises:
         FileNotFoundError: one of the files is missing.
-        ValueError: the .idx is no index, damaged or truncated, the .bin is shorter than it says,
-            or the corpus holds no token.
+        ValueError: the .idx is no index, damaged or truncated, the .bin is shorter or longer than
+            it says, or the corpus holds no token.
     """
     idx, binary = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     _check_both_exist(prefix, idx, binary)
@@ -85,10 +83,11 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
             f"{last_entry}, expected 0 to {num_sequences}; {_REMEDY}"
         )
     end = last_pointer + last_length * dtype.itemsize
-    if bin_stat.st_size < end:
+    if bin_stat.st_size != end:
+        wrong = "short" if bin_stat.st_size < end else "long"
         raise ValueError(
-            f"{binary} is too short: it has {bin_stat.st_size} bytes, but {idx} accounts for "
-            f"{end}; {_REMEDY}"
+            f"{binary} is too {wrong}: it has {bin_stat.st_size} bytes, but {idx} accounts for "
+            f"{end}. Do both files belong together? If so {_REMEDY}"
         )
     return CorpusFiles(
         prefix=prefix,
@@ -96,7 +95,6 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
         num_sequences=num_sequences,
         num_documents=num_entries - 1,
         num_tokens=end // dtype.itemsize,
-        surplus_bytes=bin_stat.st_size - end,
     )
 
 

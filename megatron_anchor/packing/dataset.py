@@ -58,7 +58,8 @@ class PackedDataset(MegatronDataset):
     `dataset[i]` is a dict of tensors: tokens, labels (0 where masked), position_ids int64 [S],
     loss_mask float32 [S], cu_seqlens int32 [ceil(S / 2) + 1] (segment borders, then S repeated),
     max_seqlen, num_documents (slices), num_cut (slices of cut documents), num_padding (slots) int32
-    scalars. `dataset[None]` is a sample without targets, to fill a batch with.
+    scalars, and origin int64 [2]: this dataset's `number` and i, by which a run can say what was in
+    a batch. `dataset[None]` is a sample without targets, to fill a batch with.
 
     Args:
         dataset: the corpus.
@@ -136,14 +137,7 @@ class PackedDataset(MegatronDataset):
                 f"the corpus {dataset_path} is in an object store, which packed datasets do not "
                 "read: copy it to a file system and name that path"
             )
-        files = inspect_corpus(dataset_path)
-        if files.surplus_bytes:
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                f"{dataset_path}.bin has {files.surplus_bytes} bytes more than {dataset_path}.idx "
-                "accounts for: they are not used; do both files belong together?",
-            )
+        inspect_corpus(dataset_path)
         return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
 
     @staticmethod
@@ -191,7 +185,13 @@ class PackedDataset(MegatronDataset):
         if idx is None:
             arrays["labels"][:] = 0
             arrays["loss_mask"][:] = 0.0
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return sample | {"origin": torch.tensor([self.number, (idx or 0) % self._num_samples])}
+
+    @property
+    def number(self) -> int:
+        """A number below 2^60 that no other corpus, split or setting of samples has."""
+        return int(self.unique_description_hash[:15], 16)
 
     def content_lengths(self) -> np.ndarray:
         """int32 tokens behind the anchor of every document in an epoch, with repetitions."""

@@ -95,6 +95,10 @@ class AnchorArguments:
     rope_angle_dtype: Literal["float32", "float64"] = "float32"
     """Precision of the rotation's angles: float32 as in Hugging Face, or float64 for studies."""
 
+    dump_bad_batch: str | None = None
+    """Folder for the batch whose loss or gradient is NaN or Inf: tokens, labels, positions and
+    documents as .npz, names and text as .json. The message names samples and documents anyway."""
+
 
 EXAMPLE = """\
 example, Llama-2-7B extended to 64K on 8 GPUs (your launch script's other arguments stay):

@@ -41,6 +41,8 @@ class MicroBatch:
     """Documents and positions for the attention layers."""
     figures: dict[str, Tensor]
     """[B] int64 each: what the samples are made of, see FIGURES."""
+    origin_B2: Tensor | None
+    """[B, 2] int64 on the CPU: dataset and number of each sample, on the ranks that read them."""
 
 
 def get_batch(
@@ -67,10 +69,12 @@ def get_batch(
         ValueError: if a document cannot be cut into the pieces that Transformer Engine needs.
     """
     columns = {name: seq_length for name in SLOT_FIELDS}
+    origin_B2 = None
     columns |= {"cu_seqlens": cu_seqlens_length(seq_length), **dict.fromkeys(figures, 1)}
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         sample = next(data_iterator)
+        origin_B2 = sample.get("origin")
         rows = [sample[name].view(micro_batch_size, -1).to(torch.int32) for name in columns]
         table = torch.cat(rows, dim=1).cuda(non_blocking=True)
     else:
@@ -84,11 +88,14 @@ def get_batch(
             group=mpu.get_tensor_model_parallel_group(),
         )
     field = dict(zip(columns, table.split(list(columns.values()), dim=1), strict=True))
-    return _on_this_context_parallel_rank(field, seq_length, figures)
+    return _on_this_context_parallel_rank(field, seq_length, figures, origin_B2)
 
 
 def _on_this_context_parallel_rank(
-    field: dict[str, Tensor], seq_length: int, figures: tuple[str, ...]
+    field: dict[str, Tensor],
+    seq_length: int,
+    figures: tuple[str, ...],
+    origin_B2: Tensor | None,
 ) -> MicroBatch:
     P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     if splits_documents(get_args()):
@@ -103,4 +110,5 @@ def _on_this_context_parallel_rank(
         loss_mask=piece["loss_mask"].float(),
         packed=pack_micro_batch(piece["position_ids"], field["cu_seqlens"], seq_length=seq_length),
         figures={name: field[name].squeeze(1).long() for name in figures},
+        origin_B2=origin_B2,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_anchor.packing.balance import IMBALANCE_FIGURES
 from megatron_anchor.packing.statistics import attention_work_share, padding_share
+from megatron_anchor.training import bad_batch
 from megatron_anchor.training.batch import FIGURES, MicroBatch, get_batch
 
 stimer = StragglerDetector()
@@ -49,6 +50,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
             # Only training samples are balanced.
             figures=FIGURES + IMBALANCE_FIGURES * (model.training and args.balance_attention_work),
         )
+    bad_batch.remember(batch.origin_B2, training=model.training)
     if model.training:
         update_seqlen_stats_from_cu_seqlens(batch.packed.cu_seqlens_q)  # Megatron's TFLOP/s figure
     timers("batch-generator").stop()
@@ -90,7 +92,8 @@ def loss_function(
     args = get_args()
     loss = torch.sum(losses_Bs.float() * batch.loss_mask)
     targets = batch.loss_mask.sum().to(torch.int)
-    _check(loss, args)
+    with bad_batch.judging(losses_Bs, batch.origin_B2):
+        _check(loss, args)
     report = {"lm loss": torch.stack((loss.detach(), targets.to(loss.dtype)))}
     if report_packing:
         report |= packing_report(batch, seq_length=args.seq_length)

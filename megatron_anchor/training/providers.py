@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import get_args, get_tokenizer, print_rank_0
@@ -16,9 +15,10 @@ from megatron_anchor.attention.backends import choose_backend
 from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
-from megatron_anchor.packing.cache import remove_damaged_blends
+from megatron_anchor.packing.blend import use_whole_blends
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import choose_anchor
+from megatron_anchor.training import bad_batch
 from megatron_anchor.training.arguments import (
     context_parallel,
     document_alignment,
@@ -192,8 +192,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     """
     args = get_args()
     config = dataset_config(args, get_tokenizer())
-    if torch.distributed.get_rank() == 0 and config.path_to_cache:
-        remove_damaged_blends(config.path_to_cache)
+    use_whole_blends()
     print_rank_0(f"> packing documents behind anchor token {config.anchor_token_id} ...")
     train, valid, test = BlendedMegatronDatasetBuilder(
         PackedDataset,
@@ -210,6 +209,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     if balance is not None and train is not None:
         train = BalancedDataset(train, balance)
         print_rank_0(f"> {train.report()}")
+    bad_batch.register(train, valid, test)
     return train, valid, test
 
 

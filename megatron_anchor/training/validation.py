@@ -17,6 +17,7 @@ from megatron_anchor.attention.backends.te_rules import FIRST_VERSION
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import check_anchor, check_attention_pattern
+from megatron_anchor.training import saved_checkpoints
 from megatron_anchor.training.arguments import (
     context_parallel,
     document_alignment,
@@ -319,6 +320,18 @@ def _balance(args: Namespace) -> Iterator[str]:
         )
 
 
+def _bad_batch(args: Namespace) -> Iterator[str]:
+    if args.dump_bad_batch is None:
+        return
+    if args.fp16 and not args.loss_scale:
+        yield (
+            "--dump-bad-batch: with --fp16 and a dynamic loss scale, Inf and NaN are the signals "
+            "that lower it, and stop nothing; set --loss-scale, or train with --bf16"
+        )
+    elif not args.check_for_nan_in_loss_and_grad:
+        yield "--dump-bad-batch: --no-check-for-nan-in-loss-and-grad looks at no loss"
+
+
 RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _unsupported_flags,
     _pattern,
@@ -331,4 +344,6 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _packing,
     _blend,
     _balance,
+    _bad_batch,
+    saved_checkpoints.refusals,
 )

@@ -3,19 +3,22 @@
 import json
 import logging
 import os
-import pickle
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from megatron.core.datasets import blended_megatron_dataset_builder as builder_module
+from megatron.core.datasets.blended_dataset import BlendedDataset as MegatronsBlendedDataset
 
 from megatron_anchor.corpus.upsampling import make_document_list
 from megatron_anchor.packing import dataset as dataset_module
 from megatron_anchor.packing import epochs
-from megatron_anchor.packing.cache import load_or_build, remove_damaged_blends
+from megatron_anchor.packing.blend import use_whole_blends
+from megatron_anchor.packing.cache import load_or_build
 from tests.unit.packing_oracle import (
     build,
     build_train,
@@ -214,11 +217,12 @@ def test_an_entry_that_describes_something_else_is_not_used(tmp_path: Path) -> N
     assert entry(2).tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("damage", [truncate, empty, scribble])
+@pytest.mark.parametrize("damage", [truncate, empty, scribble, flip_last_bit, Path.unlink])
 @pytest.mark.parametrize("name", ["dataset_index", "dataset_sample_index"])
 def test_a_damaged_blend_is_built_again_with_a_message(
     prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Any
 ) -> None:
+    use_whole_blends()
     cache = tmp_path / "cache"
     other = write_corpus(tmp_path / "d", DOCUMENTS[5:])
     config = make_config(([prefix, other], [0.5, 0.5]), path_to_cache=str(cache))
@@ -227,16 +231,34 @@ def test_a_damaged_blend_is_built_again_with_a_message(
         return contents(build(config, [20, 0, 0])[0])
 
     before = blend()
-    remove_damaged_blends(cache)
+    assert blend() == before
     assert not caplog.messages
     [path] = cache.glob(f"*-BlendedDataset-train-{name}.npy")
     damage(path)
-    with pytest.raises((ValueError, EOFError, pickle.UnpicklingError)):
-        blend()
     with caplog.at_level(logging.WARNING):
-        remove_damaged_blends(cache)
-    assert f"{path} is damaged" in caplog.text
+        assert blend() == before
+    assert any("is damaged" in message for message in caplog.messages)
+    caplog.clear()
     assert blend() == before
+    assert not caplog.messages
+
+
+def test_a_blend_is_the_one_that_megatron_makes(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_corpus(tmp_path / "d", DOCUMENTS[5:])
+    config = make_config(([prefix, other], [0.3, 0.7]), path_to_cache=str(tmp_path / "cache"))
+    use_whole_blends()
+    ours = build(config, [20, 0, 0])[0]
+    monkeypatch.setattr(builder_module, "BlendedDataset", MegatronsBlendedDataset)
+    config.path_to_cache = str(tmp_path / "theirs")
+    theirs = build(config, [20, 0, 0])[0]
+    assert type(theirs) is MegatronsBlendedDataset is not type(ours)
+    assert ours.unique_description_hash == theirs.unique_description_hash
+    for name in ("dataset_index", "dataset_sample_index"):
+        ours_N, theirs_N = getattr(ours, name), getattr(theirs, name)
+        assert ours_N.dtype == theirs_N.dtype
+        assert ours_N.tolist() == theirs_N.tolist()
 
 
 def test_a_failed_write_leaves_no_file(
@@ -247,10 +269,27 @@ def test_a_failed_write_leaves_no_file(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ValueError, match=r"No space left on device.*--data-cache-path"):
         build_train(prefix, path_to_cache=str(cache))
     assert list(cache.iterdir()) == []
+
+
+def test_what_a_killed_build_left_is_removed_by_another_one_after_a_day(
+    prefix: str, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    old, young = (cache / f".entry-numbers.npy.{digit * 32}.tmp" for digit in "ab")
+    others = [cache / ".entry.tmp", cache / "entry.npy"]
+    for path in (old, young, *others):
+        path.write_bytes(b"half")
+    day_before = time.time() - 25 * 3600
+    for path in (old, *others):
+        os.utime(path, (day_before, day_before))
+    build_train(prefix, path_to_cache=str(cache))
+    assert not old.exists()
+    assert all(path.exists() for path in (young, *others)), "another job may be writing these"
 
 
 def test_a_place_that_cannot_be_written_names_the_cache_path_flag(

@@ -168,6 +168,7 @@ def test_samples_collate_into_batches(tmp_path: Path) -> None:
         "num_documents": (torch.int32, (3,)),
         "num_cut": (torch.int32, (3,)),
         "num_padding": (torch.int32, (3,)),
+        "origin": (torch.int64, (3, 2)),
     }
 
 

@@ -1,0 +1,210 @@
+"""What was in the batch when a loss or a gradient is not a number: in words, and on disk.
+
+Every sample carries its origin, two integers, from the dataset to the rank that reads it
+(tensor-parallel rank 0 of every pipeline stage). When Megatron's rerun machine rejects a result,
+that rank looks the samples up in the datasets' index, says which documents they hold, and writes
+them with --dump-bad-batch. Nothing else is kept of a batch, and no rank waits for another.
+
+Legend: B micro-batch, S slots of a sample, P context-parallel size, s = S / P.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import mpu
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args
+from torch import Tensor
+
+from megatron_anchor import compat
+from megatron_anchor.attention.zigzag import slots_of_rank
+from megatron_anchor.packing.dataset import PackedDataset
+from megatron_anchor.training.arguments import splits_documents
+from megatron_anchor.training.bad_batch_files import SampleRecord, write_bad_batch
+
+SECONDS_FOR_THE_REPORT = 30
+"""How long a rank that holds no samples stays alive for the one that reports: torchrun kills all
+ranks when the first one ends."""
+
+MOST_DOCUMENTS, MOST_SAMPLES = 8, 16
+"""Named in a message; the files of --dump-bad-batch name all."""
+
+
+class _Judged(NamedTuple):
+    """The micro-batch whose loss is looked at."""
+
+    losses_Bs: Tensor
+    origin_B2: Tensor | None
+
+
+class _Watch:
+    """What this process knows of its datasets and of the iteration at hand."""
+
+    def __init__(self) -> None:
+        self.datasets: dict[int, PackedDataset] = {}
+        self.step: Any = None
+        self.origins: list[Tensor | None] = []
+        self.judged: _Judged | None = None
+
+
+_watch = _Watch()
+
+
+def install(args: Namespace) -> None:
+    """Report what Megatron's checks reject from now on (--check-for-nan-in-loss-and-grad).
+
+    Args:
+        args: the validated arguments; the folder of --dump-bad-batch is made.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    if args.dump_bad_batch:
+        folder = Path(args.dump_bad_batch)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--dump-bad-batch {folder}: {error.strerror}; name another"
+            ) from error
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"--dump-bad-batch {folder} cannot be written; name another folder")
+    compat.watch_rejected_results(_report)
+
+
+def register(*datasets: Any) -> None:
+    """Make known where samples come from: packed datasets, blends and lists of them, or None."""
+    for dataset in datasets:
+        for packed in _packed(dataset):
+            _watch.datasets[packed.number] = packed
+
+
+def remember(origin_B2: Tensor | None, *, training: bool) -> None:
+    """Note a micro-batch that this rank has read.
+
+    Args:
+        origin_B2: [B, 2] int64 on the CPU, or None on ranks that read no samples.
+        training: evaluation goes through one micro-batch after another.
+    """
+    machine = get_rerun_state_machine()
+    step = (machine.current_iteration, machine.state)
+    if step != _watch.step or not training:
+        _watch.step, _watch.origins = step, []
+    _watch.origins.append(origin_B2)
+
+
+@contextmanager
+def judging(losses_Bs: Tensor, origin_B2: Tensor | None) -> Iterator[None]:
+    """Let what is rejected meanwhile be a loss of this micro-batch, and not a gradient.
+
+    Args:
+        losses_Bs: [B, s] cross entropy of this rank's slots.
+        origin_B2: see `remember`.
+    """
+    _watch.judged = _Judged(losses_Bs, origin_B2)
+    try:
+        yield
+    finally:
+        _watch.judged = None
+
+
+def _report(message: str, *, fatal: bool, raises: bool) -> None:
+    """Say what the rejected result was computed from, and write it if that was asked for."""
+    if mpu.get_tensor_model_parallel_rank() != 0:
+        if raises:
+            time.sleep(SECONDS_FOR_THE_REPORT)
+        return
+    args = get_args()
+    iteration = getattr(args, "curr_iteration", 0) + 1
+    rank = torch.distributed.get_rank()
+    if _watch.judged is None:
+        origins = [origin for origin in _watch.origins if origin is not None]
+        records = _records(torch.cat(origins)) if origins else []
+        losses_Bs = None
+    else:
+        losses_Bs = _watch.judged.losses_Bs.detach().float()
+        records = _records_of_losses(losses_Bs, _watch.judged.origin_B2)
+    kind = "error" if fatal else "warning"
+    lines = [f"{kind}: rank {rank}, iteration {iteration}: {message}"]
+    lines += [f"  {record.in_words(MOST_DOCUMENTS)}" for record in records[:MOST_SAMPLES]]
+    if len(records) > MOST_SAMPLES:
+        lines.append(f"  and {len(records) - MOST_SAMPLES} more samples of this rank")
+    if not records:
+        lines.append("  the samples are not known: their dataset is none of megatron_anchor's")
+    elif _watch.judged is None:
+        lines.append("  (a gradient is the sum over all of these: one of them may be the cause)")
+    _say(lines)
+    if not fatal or not records:
+        return
+    if args.dump_bad_batch is None:
+        _say(["  --dump-bad-batch DIR writes tokens, labels, positions and text of such a batch"])
+        return
+    name = f"iteration-{iteration:07d}-rank-{rank:05d}"
+    described = {
+        "iteration": iteration,
+        "rank": rank,
+        "result": message,
+        "seed": args.seed,
+        "seq_length": args.seq_length,
+        "attention_pattern": args.attention_pattern,
+        "packing": args.packing,
+    }
+    try:
+        path = write_bad_batch(
+            Path(args.dump_bad_batch), name, records, described=described, losses_Bs=losses_Bs
+        )
+        _say([f"  written to {path} and {path.with_suffix('.npz').name}"])
+    except OSError as error:  # what has been said above matters more
+        _say([f"  cannot write it to --dump-bad-batch {args.dump_bad_batch}: {error}"])
+
+
+def _records(origin_N2: Tensor) -> list[SampleRecord]:
+    """The samples of known datasets, one record each."""
+    known = [(number, int(idx)) for number, idx in origin_N2.tolist() if number in _watch.datasets]
+    return [SampleRecord(_watch.datasets[number], idx) for number, idx in known]
+
+
+def _records_of_losses(losses_Bs: Tensor, origin_B2: Tensor | None) -> list[SampleRecord]:
+    """The samples with a loss that is not finite, and the first slot where that is so."""
+    if origin_B2 is None:
+        return []
+    P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    bad_Bs = ~torch.isfinite(losses_Bs).cpu()
+    if not bad_Bs.any():  # their sum is not finite
+        return _records(origin_B2)
+    rows = bad_Bs.any(dim=1)
+    records = _records(origin_B2[rows])
+    for record, bad_s in zip(records, bad_Bs[rows], strict=False):
+        places = torch.nonzero(bad_s).flatten()
+        if splits_documents(get_args()):
+            cu_seqlens = record.sample["cu_seqlens"][None]
+            slots = slots_of_rank(cu_seqlens, cp_size=P, rank=r)[0].cpu()[places]
+        else:
+            slots = places + r * len(bad_s)
+        record.bad_slots = slots.sort().values.numpy()
+    return records
+
+
+def _packed(dataset: Any) -> Iterable[PackedDataset]:
+    if isinstance(dataset, PackedDataset):
+        yield dataset
+    elif isinstance(dataset, list | tuple):
+        for one in dataset:
+            yield from _packed(one)
+    elif hasattr(dataset, "datasets"):
+        yield from _packed(dataset.datasets)
+    elif hasattr(dataset, "dataset"):
+        yield from _packed(dataset.dataset)
+
+
+def _say(lines: list[str]) -> None:
+    print("\n".join(lines), file=sys.stderr, flush=True)

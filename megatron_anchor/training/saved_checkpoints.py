@@ -1,0 +1,92 @@
+"""Checkpoints on the disk: which are whole, and what to do when one could not be saved."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_anchor.compat import TRACKER
+
+_FOLDER = re.compile(r"iter_(\d{7,})")
+
+
+def tracked_iteration(folder: str | Path) -> str | None:
+    """What the tracker of a checkpoint folder says, None where there is none."""
+    try:
+        return Path(folder, TRACKER).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def whole_checkpoints(folder: str | Path) -> list[int]:
+    """Iterations with a finished checkpoint (`metadata.json` is written last), ascending."""
+    finished = Path(folder).glob("iter_*/metadata.json")
+    named = (_FOLDER.fullmatch(path.parent.name) for path in finished)
+    return sorted(int(match[1]) for match in named if match)
+
+
+def refusals(args: Namespace) -> Iterator[str]:
+    """Say why --load cannot be followed; Megatron ends with status 0 there, or a traceback."""
+    if not args.load:
+        return
+    tracked = tracked_iteration(args.load)
+    if tracked in (None, "release"):
+        return
+    tracker = Path(args.load, TRACKER)
+    whole = ", ".join(map(str, whole_checkpoints(args.load))) or "none"
+    remedy = f"write the iteration of a whole checkpoint into it (whole are: {whole})"
+    if not tracked.isdecimal():
+        yield (
+            f"--load {args.load}: {tracker} holds {tracked!r}, expected the number of an iteration "
+            f"(was a job killed while it was written?): {remedy}, or remove it to begin anew"
+        )
+    elif not Path(args.load, f"iter_{int(tracked):07d}").is_dir():
+        yield (
+            f"--load {args.load}: {tracker} names iteration {tracked}, which has no folder there: "
+            f"{remedy}"
+        )
+
+
+def explain_failed_saves() -> None:
+    """Let a failed save of Megatron's training loop end with what is left, and what to do.
+
+    The errors of its writers do not say that a disk is full.
+    """
+    from megatron.training import training as host
+    from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+
+    original = getattr(host.save_checkpoint, "original", host.save_checkpoint)
+
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(iteration, *args, **kwargs)
+        except (Exception, CheckpointException) as error:
+            raise RuntimeError(failed_save(host.get_args().save, iteration, error)) from error
+
+    save_checkpoint.original = original  # type: ignore[attr-defined]
+    host.save_checkpoint = save_checkpoint
+
+
+def failed_save(folder: str, iteration: int, error: BaseException) -> str:
+    """Words for a checkpoint that could not be saved."""
+    reason = str(error).strip().splitlines()[-1:] or [""]
+    usage = shutil.disk_usage(folder)
+    tracked = tracked_iteration(folder)
+    kept = (
+        f"The checkpoint of iteration {tracked} is whole: make room and start the same command "
+        f"again with --load {folder}."
+        if tracked
+        else f"No checkpoint was saved there before: make room, or choose another --save {folder}."
+    )
+    return (
+        f"the checkpoint of iteration {iteration} could not be saved to {folder} "
+        f"({type(error).__name__}: {reason[0]}). The disk has {usage.free / 1e6:.1f} MB left of "
+        f"{usage.total / 1e6:.1f} MB. {kept} {folder}/iter_{iteration:07d} is unfinished and may "
+        "be removed."
+    )
