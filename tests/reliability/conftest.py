@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.pretraining import S, write_corpus
 from tests.reliability.jobs import Ended, run
+from tests.reliability.poisoned import Poisoned, write_poisoned
 
 LAST, SAVE_EVERY = 12, 4
 """Iterations of a run, and between checkpoints."""
@@ -57,6 +58,12 @@ def uninterrupted(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Ended
     assert sorted(ended.curve) == list(range(1, LAST + 1))
     assert losses[-1] < losses[0] - 0.1, "the curve would be the same whatever it was trained on"
     return ended
+
+
+@pytest.fixture(scope="session")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Poisoned:
+    """A corpus in which one document makes NaN."""
+    return write_poisoned(tmp_path_factory.mktemp("poisoned"))
 
 
 @pytest.fixture

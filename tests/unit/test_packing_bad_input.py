@@ -62,7 +62,7 @@ def test_a_truncated_idx_is_found_at_construction(prefix: str, size: int) -> Non
 def test_a_bin_shorter_than_its_idx_is_found_at_construction(prefix: str, missing: int) -> None:
     whole = os.path.getsize(f"{prefix}.bin")
     os.truncate(f"{prefix}.bin", whole - missing)
-    with pytest.raises(ValueError, match=rf"too short: it has {whole - missing} .* for {whole}\\."):
+    with pytest.raises(ValueError, match=rf"too short: it has {whole - missing} .* for {whole}\."):
         build_train(prefix)
 
 

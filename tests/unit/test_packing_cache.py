@@ -120,8 +120,8 @@ def test_another_corpus_at_the_same_path_is_noticed(prefix: str, builds: list[in
     changed = [[[token + 1 for token in document[0]]] for document in DOCUMENTS]
     times = [os.stat(f"{prefix}{suffix}").st_mtime_ns for suffix in (".bin", ".idx")]
     write_corpus(prefix, changed)  # same sizes
-    for suffix, time in zip((".bin", ".idx"), times, strict=True):
-        os.utime(f"{prefix}{suffix}", ns=(time, time))
+    for suffix, then in zip((".bin", ".idx"), times, strict=True):
+        os.utime(f"{prefix}{suffix}", ns=(then, then))
     after = contents(build_train(prefix))
     assert len(builds) == 2
     assert [s["num_documents"] for s in before] == [s["num_documents"] for s in after]

@@ -65,6 +65,7 @@ def test_all_our_flags_are_these(parse):
         "anchor_context_parallel",
         "rope_parameters",
         "rope_angle_dtype",
+        "dump_bad_batch",
     ]
     assert anchor_arguments(parse()) == AnchorArguments()
 
