@@ -136,6 +136,8 @@ REFUSED = {
     '--rope-parameters \'{"rope_type":"yern"}\'': "unknown rope_type 'yern'",
     '--rope-parameters \'{"rope_type":"linear"}\'': "'linear' needs a parameter",
     "--rotary-percent 0.4": "RoPE rotates pairs",
+    "--dump-bad-batch d --fp16": "dynamic loss scale, Inf and NaN are the signals",
+    "--dump-bad-batch d --no-check-for-nan-in-loss-and-grad": "looks at no loss",
     "--window-size 128,0": "sliding-window attention is not implemented",
 }
 

@@ -1,0 +1,96 @@
+"""Which samples and documents a number that is not finite is put down to."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_anchor.attention.zigzag import slots_of_rank
+from megatron_anchor.training import bad_batch
+from megatron_anchor.training.bad_batch_files import SampleRecord, _ranges
+from tests.unit.packing_oracle import build, build_train, make_config, write_corpus
+
+S, P = 16, 2
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Documents of five tokens, filled up to eight slots: two a sample."""
+    prefix = write_corpus(tmp_path / "c", [[[10 * n + k for k in range(5)]] for n in range(1, 9)])
+    dataset = build_train(prefix, sequence_length=S, document_alignment=2 * P)
+    monkeypatch.setattr(bad_batch, "_watch", bad_batch._Watch())
+    bad_batch.register(dataset)
+    return dataset
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, *, zigzag: bool) -> None:
+    monkeypatch.setattr(bad_batch.mpu, "get_context_parallel_world_size", lambda: P)
+    monkeypatch.setattr(bad_batch.mpu, "get_context_parallel_rank", lambda: rank)
+    monkeypatch.setattr(bad_batch, "get_args", Namespace)
+    monkeypatch.setattr(bad_batch, "splits_documents", lambda _: zigzag)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("slot", range(S))
+def test_a_slot_of_any_context_parallel_rank_leads_to_its_document(
+    dataset: Any, monkeypatch: pytest.MonkeyPatch, slot: int, zigzag: bool
+) -> None:
+    cu_seqlens = dataset[3]["cu_seqlens"][None]
+    losses_S = torch.zeros(S)
+    losses_S[slot] = torch.nan
+    found = []
+    for rank in range(P):
+        as_rank(monkeypatch, rank, zigzag=zigzag)
+        if zigzag:
+            piece = losses_S[slots_of_rank(cu_seqlens, cp_size=P, rank=rank)[0]]
+        else:
+            piece = losses_S[rank * S // P : (rank + 1) * S // P]
+        if piece.isnan().any():
+            other = torch.zeros_like(piece)
+            origins = torch.stack([dataset[1]["origin"], dataset[3]["origin"]])
+            found += bad_batch._records_of_losses(torch.stack([other, piece]), origins)
+    [record] = found
+    assert (record.number, record.bad_slots.tolist()) == (3, [slot])
+    assert record.bad_documents == [dataset.pieces(3).document[slot // 8]]
+    assert f"not finite from slot {slot} on" in record.in_words(8)
+
+
+def test_full_attention_mixes_documents_and_none_is_blamed(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "c", [[[5, 6, 7]], [[8, 9, 10]]])
+    dataset = build_train(prefix, attention_pattern="full")
+    record = SampleRecord(dataset, 0, np.array([2, 3, 7]))
+    assert record.bad_documents == []
+    assert record.as_json()["slots_not_finite"] == [[2, 4], [7, 8]]
+    assert sorted(record.documents) == [0, 1]
+
+
+def test_every_corpus_of_a_blend_and_every_split_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = bad_batch._Watch()
+    monkeypatch.setattr(bad_batch, "_watch", watch)
+    prefixes = [write_corpus(tmp_path / name, [[[5, 6, 7]]] * 20) for name in "ab"]
+    train, valid, _ = build(make_config((prefixes, [0.5, 0.5]), split="1,1,0"), [8, 4, 0])
+    single = build_train(prefixes[0])
+    bad_batch.register(train, [valid, single], None)
+    assert len(watch.datasets) == 5
+    for sample in (train[0], valid[2], single[1]):
+        number, idx = sample["origin"].tolist()
+        again = watch.datasets[number][idx]
+        assert torch.equal(again["tokens"], sample["tokens"])
+
+
+def test_a_sample_of_another_dataset_is_not_looked_up(dataset: Any) -> None:
+    assert bad_batch._records(torch.tensor([[1, 2]])) == []
+    known = dataset[2]["origin"]
+    records = bad_batch._records(torch.stack([torch.tensor([1, 2]), known]))
+    assert [record.number for record in records] == [2]
+
+
+def test_runs_of_slots_are_ranges() -> None:
+    assert _ranges(np.array([], np.int64)) == []
+    assert _ranges(np.array([3])) == [[3, 4]]
+    assert _ranges(np.array([0, 1, 2, 5, 7, 8])) == [[0, 3], [5, 6], [7, 9]]
