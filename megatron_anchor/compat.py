@@ -189,7 +189,7 @@ def watch_rejected_results(on_rejected: OnRejected) -> None:
         original(self, result, judge, message, comparison_func, tolerance, fatal)
 
     validate_result.original = original  # type: ignore[attr-defined]
-    RerunStateMachine.validate_result = validate_result  # type: ignore[method-assign]
+    RerunStateMachine.validate_result = validate_result
 
 
 def write_trackers_whole() -> None:

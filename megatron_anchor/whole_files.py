@@ -43,7 +43,7 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def remove_abandoned(directory: str | Path) -> None:
+def remove_abandoned(directory: str | os.PathLike[str]) -> None:
     """Remove the temporary files of `replacing` whose writers were killed; younger ones stay."""
     for path in Path(directory).glob(f".*.{'[0-9a-f]' * 32}{_SUFFIX}"):
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from copy import copy
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets import blended_dataset as host
@@ -23,6 +24,8 @@ _SAYS_NOT_SAVED = "because path_to_cache is None"
 
 class BlendedDataset(host.BlendedDataset):
     """Drop-in for Megatron's class of this name, which it also takes for the names of its files."""
+
+    config: Any
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """int16 [samples] number of the corpus and int64 [samples] number of its sample."""
@@ -52,7 +55,7 @@ class BlendedDataset(host.BlendedDataset):
 
 def use_whole_blends() -> None:
     """Let Megatron's dataset builder make blends of this kind (it has no parameter for that)."""
-    host_builder.BlendedDataset = BlendedDataset  # type: ignore[misc]
+    host_builder.BlendedDataset = BlendedDataset
 
 
 def _is_not_about_saving(record: logging.LogRecord) -> bool:

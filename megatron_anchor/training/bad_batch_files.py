@@ -41,7 +41,8 @@ class SampleRecord:
     @cached_property
     def slices(self) -> list[dict[str, Any]]:
         """Its document slices: slots, document (None where documents are mixed) and text."""
-        rows = describe_sample(self.dataset, self.number, decode=self._decode)
+        decode = self._decode if hasattr(self.dataset.config.tokenizer, "detokenize") else None
+        rows = describe_sample(self.dataset, self.number, decode=decode)
         return [{k: row[k] for k in ("slots", "document", "text") if k in row} for row in rows]
 
     @property
@@ -82,12 +83,12 @@ class SampleRecord:
             "slices": self.slices,
         }
 
-    def _decode(self, tokens: list[int]) -> str | None:
-        """Text of tokens, None where the tokenizer has none."""
+    def _decode(self, tokens: list[int]) -> str:
+        """Text of tokens, empty where the tokenizer can give none."""
         try:
-            return self.dataset.config.tokenizer.detokenize(tokens)
-        except (AttributeError, NotImplementedError):
-            return None
+            return str(self.dataset.config.tokenizer.detokenize(tokens))
+        except NotImplementedError:
+            return ""
 
 
 def write_bad_batch(
@@ -114,7 +115,9 @@ def write_bad_batch(
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = {k: np.stack([record.sample[k].numpy() for record in records]) for k in FIELDS}
+    arrays: dict[str, Any] = {
+        k: np.stack([record.sample[k].numpy() for record in records]) for k in FIELDS
+    }
     arrays["sample"] = np.array([record.number for record in records], np.int64)
     if losses_Bs is not None:
         arrays["losses"] = losses_Bs.cpu().numpy()
