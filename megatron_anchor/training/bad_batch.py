@@ -123,32 +123,38 @@ def _report(message: str, *, fatal: bool, raises: bool) -> None:
         if raises:
             time.sleep(SECONDS_FOR_THE_REPORT)
         return
-    args = get_args()
-    iteration = getattr(args, "curr_iteration", 0) + 1
-    rank = torch.distributed.get_rank()
-    if _watch.judged is None:
+    args, judged = get_args(), _watch.judged
+    iteration, rank = getattr(args, "curr_iteration", 0) + 1, torch.distributed.get_rank()
+    if judged is None:
         origins = [origin for origin in _watch.origins if origin is not None]
         records = _records(torch.cat(origins)) if origins else []
-        losses_Bs = None
     else:
-        losses_Bs = _watch.judged.losses_Bs.detach().float()
-        records = _records_of_losses(losses_Bs, _watch.judged.origin_B2)
+        records = _records_of_losses(judged.losses_Bs.detach().float(), judged.origin_B2)
     kind = "error" if fatal else "warning"
-    lines = [f"{kind}: rank {rank}, iteration {iteration}: {message}"]
-    lines += [f"  {record.in_words(MOST_DOCUMENTS)}" for record in records[:MOST_SAMPLES]]
+    _say(f"{kind}: rank {rank}, iteration {iteration}: {message}", *_in_words(records))
+    if fatal and records:
+        _dump(records, args, iteration=iteration, rank=rank, message=message)
+
+
+def _in_words(records: list[SampleRecord]) -> list[str]:
+    """One line a sample, and what else there is to know."""
+    if not records:
+        return ["  the samples are not known: their dataset is none of megatron_anchor's"]
+    lines = [f"  {record.in_words(MOST_DOCUMENTS)}" for record in records[:MOST_SAMPLES]]
     if len(records) > MOST_SAMPLES:
         lines.append(f"  and {len(records) - MOST_SAMPLES} more samples of this rank")
-    if not records:
-        lines.append("  the samples are not known: their dataset is none of megatron_anchor's")
-    elif _watch.judged is None:
+    if _watch.judged is None:
         lines.append("  (a gradient is the sum over all of these: one of them may be the cause)")
-    _say(lines)
-    if not fatal or not records:
-        return
+    return lines
+
+
+def _dump(
+    records: list[SampleRecord], args: Namespace, *, iteration: int, rank: int, message: str
+) -> None:
+    """Write the samples to --dump-bad-batch, or say that there is such a flag."""
     if args.dump_bad_batch is None:
-        _say(["  --dump-bad-batch DIR writes tokens, labels, positions and text of such a batch"])
+        _say("  --dump-bad-batch DIR writes tokens, labels, positions and text of such a batch")
         return
-    name = f"iteration-{iteration:07d}-rank-{rank:05d}"
     described = {
         "iteration": iteration,
         "rank": rank,
@@ -158,13 +164,12 @@ def _report(message: str, *, fatal: bool, raises: bool) -> None:
         "attention_pattern": args.attention_pattern,
         "packing": args.packing,
     }
+    name = f"iteration-{iteration:07d}-rank-{rank:05d}"
     try:
-        path = write_bad_batch(
-            Path(args.dump_bad_batch), name, records, described=described, losses_Bs=losses_Bs
-        )
-        _say([f"  written to {path} and {path.with_suffix('.npz').name}"])
+        path = write_bad_batch(Path(args.dump_bad_batch), name, records, described=described)
+        _say(f"  written to {path} and {path.with_suffix('.npz').name}")
     except OSError as error:  # what has been said above matters more
-        _say([f"  cannot write it to --dump-bad-batch {args.dump_bad_batch}: {error}"])
+        _say(f"  cannot write it to --dump-bad-batch {args.dump_bad_batch}: {error}")
 
 
 def _records(origin_N2: Tensor) -> list[SampleRecord]:
@@ -179,18 +184,20 @@ def _records_of_losses(losses_Bs: Tensor, origin_B2: Tensor | None) -> list[Samp
         return []
     P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     bad_Bs = ~torch.isfinite(losses_Bs).cpu()
-    if not bad_Bs.any():  # their sum is not finite
-        return _records(origin_B2)
-    rows = bad_Bs.any(dim=1)
-    records = _records(origin_B2[rows])
-    for record, bad_s in zip(records, bad_Bs[rows], strict=False):
-        places = torch.nonzero(bad_s).flatten()
-        if splits_documents(get_args()):
-            cu_seqlens = record.sample["cu_seqlens"][None]
-            slots = slots_of_rank(cu_seqlens, cp_size=P, rank=r)[0].cpu()[places]
-        else:
-            slots = places + r * len(bad_s)
-        record.bad_slots = slots.sort().values.numpy()
+    records = []
+    for origin_2, losses_s, bad_s in zip(origin_B2, losses_Bs.cpu(), bad_Bs, strict=True):
+        if bad_Bs.any() and not bad_s.any():
+            continue  # where all are finite, it is their sum that is not
+        for record in _records(origin_2[None]):
+            places = torch.nonzero(bad_s).flatten()
+            if splits_documents(get_args()):
+                cu_seqlens = record.sample["cu_seqlens"][None]
+                slots = slots_of_rank(cu_seqlens, cp_size=P, rank=r)[0].cpu()[places]
+            else:
+                slots = places + r * len(bad_s)
+            record.bad_slots = slots.sort().values.numpy()
+            record.losses = losses_s.numpy()
+            records.append(record)
     return records
 
 
@@ -206,5 +213,5 @@ def _packed(dataset: Any) -> Iterable[PackedDataset]:
         yield from _packed(dataset.dataset)
 
 
-def _say(lines: list[str]) -> None:
+def _say(*lines: str) -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
 """The files of --dump-bad-batch: one .npz for programs and one .json for people, no pickle.
 
 `NAME.npz` holds tokens, labels, loss_mask, position_ids [B, S], cu_seqlens [B, ceil(S / 2) + 1],
-sample [B] and, for a loss, losses [B, s] of the rank that found it. `NAME.json` is written last: it
-names corpus, split and sample, and of each document slice its number, slots and text.
+sample [B] and, for a loss, losses [B, s] of the rank that found it; B counts the samples named.
+`NAME.json` is written last: it names corpus, split and sample, and of each document slice its
+number, slots and text.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class SampleRecord:
     number: int
     bad_slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64 ascending slots whose loss is not finite, of those that one rank holds"""
+    losses: np.ndarray | None = None
+    """float32 [s], of the slots that one rank holds"""
 
     @cached_property
     def sample(self) -> dict[str, Tensor]:
@@ -97,7 +100,6 @@ def write_bad_batch(
     records: list[SampleRecord],
     *,
     described: dict[str, Any],
-    losses_Bs: Tensor | None,
 ) -> Path:
     """Write samples of one sequence length, each file whole or not at all.
 
@@ -106,7 +108,6 @@ def write_bad_batch(
         name: of both files, without suffix.
         records: the samples.
         described: what else the .json says.
-        losses_Bs: [any, s] float losses of the micro-batch that held them, or None.
 
     Returns:
         The .json.
@@ -119,8 +120,9 @@ def write_bad_batch(
         k: np.stack([record.sample[k].numpy() for record in records]) for k in FIELDS
     }
     arrays["sample"] = np.array([record.number for record in records], np.int64)
-    if losses_Bs is not None:
-        arrays["losses"] = losses_Bs.cpu().numpy()
+    losses = [record.losses for record in records if record.losses is not None]
+    if losses:
+        arrays["losses"] = np.stack(losses)
     with replacing(folder / f"{name}.npz") as stream:
         np.savez(stream, **arrays)
     record = {"format": FORMAT, **described, "samples": [one.as_json() for one in records]}
