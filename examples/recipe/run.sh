@@ -1,0 +1,146 @@
+# shellcheck shell=bash
+# What all recipes share: settings, arms, and the loop over the steps. A recipe sets its figures,
+# reads this file and calls run_steps.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+expect() { # expect VARIABLE VALUE...: the variable has one of these values
+    local name=$1 value=${!1}
+    shift
+    [[ " $* " == *" $value "* ]] || fail "$name=$value: expected one of: $*"
+}
+
+need() { # need PATH WHAT: the path is there
+    [[ -n $DRY_RUN || -e $1 ]] || fail "$1 does not exist: $2"
+}
+
+run() { # show a command and run it
+    printf '%q ' "$@"
+    echo
+    [[ -n $DRY_RUN ]] || "$@"
+}
+
+# --- settings -----------------------------------------------------------------------------------
+DRY_RUN=${DRY_RUN:-} TOY=${TOY:-}
+if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=$ROOT/.venv/bin/python
+    [[ -x $PYTHON ]] || PYTHON=python
+fi
+WORK=${WORK:-work/$NAME${TOY:+-toy}}
+TEXTS=${TEXTS:-data/*.jsonl}
+DOMAIN_KEY=${DOMAIN_KEY-meta.redpajama_set_name} # SlimPajama's
+GPU=${GPU:-A100-80GB} GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0}
+MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-29500}
+SAVE_INTERVAL=${SAVE_INTERVAL:-500} SAVE_LAST=${SAVE_LAST:-5} SAVE_LAST_EVERY=${SAVE_LAST_EVERY:-10}
+RULER_TASKS=${RULER_TASKS:-ruler} NUM_SAMPLES=${NUM_SAMPLES:-100}
+PERPLEXITY_TEXT=${PERPLEXITY_TEXT:-}
+EXTRA_ARGS=${EXTRA_ARGS:-} VERIFY_ARGS=${VERIFY_ARGS:-}
+
+# --- arms ---------------------------------------------------------------------------------------
+ATTENTION=${ATTENTION:-anchor} DOMAIN_TAGS=${DOMAIN_TAGS:-} INTERLEAVE=${INTERLEAVE:-}
+UPSAMPLE=${UPSAMPLE:-} MIXTURE=${MIXTURE:-}
+ROPE_SCALING=${ROPE_SCALING:-none}
+expect ATTENTION anchor intra-document intra-document-reset full
+expect ROPE_SCALING none ntk yarn
+expect RECOMPUTE none mlp full
+
+ARM=$ATTENTION${DOMAIN_TAGS:+-tags}${INTERLEAVE:+-interleaved}${UPSAMPLE:+-upsampled}
+ARM+=-rope$ROPE_BASE
+[[ $ROPE_SCALING == none ]] || ARM+=-$ROPE_SCALING
+
+PATTERN_ARGS=(--attention-pattern "$ATTENTION" --anchor-token "$ANCHOR_TOKEN")
+[[ -z $DOMAIN_TAGS ]] || PATTERN_ARGS+=(--domain-tags)
+[[ -z $INTERLEAVE ]] || PATTERN_ARGS+=(--interleave-chunks)
+
+rope_args() { # by how much the context grows decides over NTK and YaRN
+    local factor=$((SEQ_LENGTH / ORIGINAL_LENGTH)) base=$ROPE_BASE head_dim=128 yarn
+    if [[ $ROPE_SCALING == ntk ]]; then
+        # Hugging Face's "dynamic" would change nothing up to max_position_embeddings.
+        base=$(awk "BEGIN { printf \"%.0f\", $base * $factor ^ ($head_dim / ($head_dim - 2)) }")
+    fi
+    ROPE_ARGS=(--rotary-base "$base")
+    if [[ $ROPE_SCALING == yarn ]]; then
+        yarn="{\"rope_type\":\"yarn\",\"factor\":$factor.0"
+        yarn+=",\"original_max_position_embeddings\":$ORIGINAL_LENGTH}"
+        ROPE_ARGS+=(--rope-parameters "$yarn")
+    fi
+}
+rope_args
+
+# --- TOY=1: everything on the CPU, with a small model of the same kind and few short samples -----
+MODEL=$HF_MODEL EXTEND_TO=$SEQ_LENGTH LAYER_IMPL=transformer_engine ON_CPU=()
+STEPS=(convert preprocess plan train export verify evaluate)
+[[ -z $UPSAMPLE ]] || STEPS=(convert preprocess upsample plan train export verify evaluate)
+if [[ -n $TOY ]]; then
+    STEPS=(shrink "${STEPS[@]}")
+    MODEL=$WORK/tiny CORPUS=$WORK/corpus LAYER_IMPL=local
+    ON_CPU=(-m megatron_anchor.on_cpu)
+    TP=$((TP < 2 ? TP : 2)) CP=$((CP < 2 ? CP : 2)) PP=$((PP < 2 ? PP : 2))
+    GPUS_PER_NODE=$((TP * PP * CP)) NNODES=1
+    SEQ_LENGTH=512 TRAIN_ITERS=3 GLOBAL_BATCH_SIZE=2
+    SAVE_INTERVAL=2 SAVE_LAST=2 SAVE_LAST_EVERY=1
+    RULER_TASKS=niah_single_1 RULER_LENGTHS=1024 NUM_SAMPLES=1
+    export OMP_NUM_THREADS=1
+fi
+
+START=$WORK/start            # the converted checkpoint
+RUN=${RUN:-$WORK/$ARM}       # what is trained
+EXPORT=${EXPORT:-$WORK/$ARM-hf}
+DATA=${CORPUS}_text_document # as tools/preprocess_data.py names it
+LIST=$WORK/long_documents.npy
+GPUS=$((GPUS_PER_NODE * NNODES))
+TOKENS=$((TRAIN_ITERS * GLOBAL_BATCH_SIZE * SEQ_LENGTH))
+
+# shellcheck source-path=SCRIPTDIR source=steps.sh
+source "$ROOT/examples/recipe/steps.sh"
+
+usage() {
+    cat <<USAGE
+usage: [SETTING=VALUE ...] $0 [STEP ...]
+
+steps, in this order (default: all): ${STEPS[*]}
+  finished ones are skipped, training goes on from its last checkpoint
+settings, with the values that they have now:
+  HF_MODEL=$HF_MODEL  TEXTS=$TEXTS  DOMAIN_KEY=$DOMAIN_KEY
+  CORPUS=$CORPUS  WORK=$WORK  RUN=$RUN  EXPORT=$EXPORT  PYTHON=$PYTHON
+  TP=$TP PP=$PP CP=$CP RECOMPUTE=$RECOMPUTE  GPU=$GPU GPUS_PER_NODE=$GPUS_PER_NODE NNODES=$NNODES
+  TRAIN_ITERS=$TRAIN_ITERS GLOBAL_BATCH_SIZE=$GLOBAL_BATCH_SIZE LEARNING_RATE=$LEARNING_RATE
+  SAVE_INTERVAL=$SAVE_INTERVAL SAVE_LAST=$SAVE_LAST SAVE_LAST_EVERY=$SAVE_LAST_EVERY
+  RULER_LENGTHS="$RULER_LENGTHS" RULER_TASKS=$RULER_TASKS
+  NUM_SAMPLES=$NUM_SAMPLES PERPLEXITY_TEXT=$PERPLEXITY_TEXT
+  EXTRA_ARGS="$EXTRA_ARGS"   more arguments for training; they win over the recipe's
+  VERIFY_ARGS="$VERIFY_ARGS"  e.g. --no-logits, where memory is short of two models in float32
+arms:
+  ATTENTION=$ATTENTION       anchor, intra-document, intra-document-reset or full
+  DOMAIN_TAGS=$DOMAIN_TAGS INTERLEAVE=$INTERLEAVE UPSAMPLE=$UPSAMPLE     1 switches on; MIXTURE=NAME=SHARE,...
+  ROPE_BASE=$ROPE_BASE ROPE_SCALING=$ROPE_SCALING   none, ntk or yarn
+DRY_RUN=1 prints the commands; TOY=1 runs them all on a CPU with a tiny model.
+Cluster: sbatch --nodes 2 examples/slurm.sh $0 [STEP ...]; more: docs/recipes.md
+USAGE
+}
+
+run_steps() {
+    local step known=" shrink convert preprocess upsample plan train export verify evaluate "
+    if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+        usage
+        return
+    fi
+    if [[ ${1:-} == --steps ]]; then
+        printf '%s\n' "${STEPS[@]}"
+        return
+    fi
+    [[ $# -gt 0 ]] || set -- "${STEPS[@]}"
+    for step in "$@"; do
+        [[ $known == *" $step "* ]] || fail "unknown step $step: expected some of:$known"
+    done
+    for step in "$@"; do
+        echo "== $NAME: $step"
+        "step_$step"
+    done
+}
