@@ -11,7 +11,7 @@ HF_MODEL=${HF_MODEL:-models/Llama-2-7b-hf}    # meta-llama/Llama-2-7b-hf
 CORPUS=${CORPUS:-corpora/slimpajama-llama-2}  # serves llama_2_7b_64k.sh too: one tokenizer
 
 ORIGINAL_LENGTH=4096
-SEQ_LENGTH=131072
+SEQ_LENGTH=${SEQ_LENGTH:-131072}
 ROPE_BASE=${ROPE_BASE:-10000000}
 TRAIN_ITERS=${TRAIN_ITERS:-2000}
 GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-8}
@@ -20,7 +20,6 @@ LEARNING_RATE=${LEARNING_RATE:-2e-5}
 # TP2 x CP4 with RECOMPUTE=mlp would be 7 % faster by the planner, but leaves 3 GiB free only.
 TP=${TP:-1} PP=${PP:-1} CP=${CP:-8} RECOMPUTE=${RECOMPUTE:-full}  # the planner: 58.2 of 74.4 GiB
 ANCHOR_TOKEN=bos
-RULER_LENGTHS=${RULER_LENGTHS:-4096 8192 16384 32768 65536 131072}
 # Without niah_multikey_3 and cwe, which the model cannot do at 4K either (section 4.2).
 tasks=niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multikey_2
 tasks+=,niah_multivalue,niah_multiquery,vt,fwe

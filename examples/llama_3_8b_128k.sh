@@ -10,7 +10,7 @@ HF_MODEL=${HF_MODEL:-models/Meta-Llama-3-8B}  # meta-llama/Meta-Llama-3-8B
 CORPUS=${CORPUS:-corpora/slimpajama-llama-3}
 
 ORIGINAL_LENGTH=8192
-SEQ_LENGTH=131072
+SEQ_LENGTH=${SEQ_LENGTH:-131072}
 ROPE_BASE=${ROPE_BASE:-10000000}
 TRAIN_ITERS=${TRAIN_ITERS:-2000}
 GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-8}
@@ -18,7 +18,6 @@ LEARNING_RATE=${LEARNING_RATE:-2e-5}
 
 TP=${TP:-2} PP=${PP:-1} CP=${CP:-4} RECOMPUTE=${RECOMPUTE:-full}  # the planner: 56.6 of 74.4 GiB
 ANCHOR_TOKEN=bos
-RULER_LENGTHS=${RULER_LENGTHS:-4096 8192 16384 32768 65536 131072}
 
 # shellcheck source-path=SCRIPTDIR source=recipe/run.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe/run.sh"

@@ -18,12 +18,14 @@ set -euo pipefail
 recipe=${1:?usage: sbatch examples/slurm.sh RECIPE [STEP ...]}
 shift
 if [[ $# -eq 0 ]]; then
-    mapfile -t steps < <("$recipe" --steps)
+    steps=$("$recipe" --steps) # a failing recipe ends the job here
+    mapfile -t steps <<<"$steps"
     set -- "${steps[@]}"
 fi
 
 NNODES=$SLURM_JOB_NUM_NODES
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${nodes%%$'\n'*} # the first line
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 export NNODES MASTER_ADDR MASTER_PORT GPUS_PER_NODE

@@ -55,8 +55,8 @@ step_train() { # goes on where the last checkpoint of $RUN stands
     local model=() layout=() documents=() extra=() nodes=(--standalone)
     need "$START/megatron_args.txt" "run the step convert first"
     need "$DATA.idx" "run the step preprocess first"
-    if [[ -e $RUN/latest_checkpointed_iteration.txt &&
-        $(<"$RUN/latest_checkpointed_iteration.txt") == "$TRAIN_ITERS" ]]; then
+    if [[ -e $RUN/latest_checkpointed_iteration.txt ]] &&
+        (($(<"$RUN/latest_checkpointed_iteration.txt") >= TRAIN_ITERS)); then
         echo "$RUN has iteration $TRAIN_ITERS"
         return
     fi
@@ -100,33 +100,35 @@ step_train() { # goes on where the last checkpoint of $RUN stands
 }
 
 step_export() {
-    need "$RUN/latest_checkpointed_iteration.txt" "run the step train first"
+    need "$LAST" "run the step train to its end, or set TRAIN_ITERS to a checkpoint that is there"
     if [[ -e $EXPORT/config.json ]]; then
         echo "$EXPORT is there"
         return
     fi
-    run "$PYTHON" "$ROOT/tools/convert_megatron_to_hf.py" --megatron "$RUN" --out "$EXPORT" \
-        --like "$MODEL"
+    run "$PYTHON" "$ROOT/tools/convert_megatron_to_hf.py" --megatron "$LAST" \
+        --out "$EXPORT" --like "$MODEL"
 }
 
 step_verify() { # bits and logits of the export, on the CPU
     local more
     need "$EXPORT/config.json" "run the step export first"
     read -r -a more <<<"$VERIFY_ARGS"
-    run "$PYTHON" "$ROOT/tools/verify_conversion.py" --megatron "$RUN" --hf "$EXPORT" "${more[@]}"
+    run "$PYTHON" "$ROOT/tools/verify_conversion.py" --megatron "$LAST" --hf "$EXPORT" "${more[@]}"
 }
 
 step_evaluate() { # the mean over the last checkpoints: single ones scatter (the paper's Figure 4)
-    local iteration folder lengths checkpoints=() perplexity=()
+    local iteration folder lengths more checkpoints=() perplexity=()
     for ((iteration = TRAIN_ITERS - (SAVE_LAST - 1) * SAVE_LAST_EVERY; iteration <= TRAIN_ITERS; \
         iteration += SAVE_LAST_EVERY)); do
         printf -v folder '%s/iter_%07d' "$RUN" "$iteration"
         need "$folder" "train with SAVE_LAST=$SAVE_LAST SAVE_LAST_EVERY=$SAVE_LAST_EVERY"
         checkpoints+=("$folder")
     done
-    read -r -a lengths <<<"$RULER_LENGTHS"
+    read -r -a lengths <<<"${RULER_LENGTHS//$'\n'/ }"
+    read -r -a more <<<"$EVALUATE_ARGS"
     [[ -z $PERPLEXITY_TEXT ]] || perplexity=(--perplexity --text "$PERPLEXITY_TEXT")
     run "$PYTHON" "$ROOT/tools/evaluate_long_context.py" --checkpoints "${checkpoints[@]}" \
         --tasks "$RULER_TASKS" --seq-lengths "${lengths[@]}" --num-samples "$NUM_SAMPLES" --seed 42 \
-        --batch-size 1 --output-dir "$WORK/results/$ARM" "${perplexity[@]}"
+        --batch-size 1 --output-dir "$WORK/results/$ARM" "${perplexity[@]}" \
+        "${more[@]}"
 }

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples/qwen_1.5_1.8b_128k.sh"
 ARMS = {"UPSAMPLE": "1", "DOMAIN_TAGS": "1", "ROPE_SCALING": "yarn", "RECOMPUTE": "mlp"}
 WORK = Path("work/qwen_1.5_1.8b_128k-toy")
-ARM = "anchor-tags-upsampled-rope10000000-yarn"
+ARM = "131072-anchor-tags-upsampled-rope10000000-yarn"
 EOS = 1
 
 
@@ -103,10 +103,10 @@ def test_every_step_does_its_work(said, folder):
 
 
 def test_the_export_is_the_model_that_the_arm_trains(said, folder):
-    flags = (folder / WORK / "start/megatron_args.txt").read_text().splitlines()
+    flags = (folder / WORK / "131072-start/megatron_args.txt").read_text().splitlines()
     assert f"--anchor-token {EOS}" in flags
     assert "--add-qkv-bias" in flags
-    config = json.loads((folder / WORK / f"{ARM}-hf/config.json").read_text())
+    config = json.loads((folder / WORK / f"{ARM}-hf-3/config.json").read_text())
     assert config["rope_theta"] == 1e7
     assert config["rope_scaling"] == {
         "rope_type": "yarn",
@@ -115,7 +115,7 @@ def test_the_export_is_the_model_that_the_arm_trains(said, folder):
     }
     assert config["max_position_embeddings"] == 131072
     started = (folder / WORK / "tiny/model.safetensors").read_bytes()
-    trained = (folder / WORK / f"{ARM}-hf/model.safetensors").read_bytes()
+    trained = (folder / WORK / f"{ARM}-hf-3/model.safetensors").read_bytes()
     assert started != trained, "nothing was learned"
 
 

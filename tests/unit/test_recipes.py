@@ -64,7 +64,12 @@ ARMS = [
         for kind in ("none", "ntk", "yarn")
         for base in ("10000", "1000000", "10000000")
     ),
+    *(
+        {"SEQ_LENGTH": "32768", "ROPE_BASE": base}
+        for base in ("500", "10000", "200000", "600000", "900000", "5000000", "1000000000")
+    ),
 ]
+"""Tables 5 and 2 to 4."""
 
 
 def recipe(name, *steps, cwd, expect=0, **settings):
@@ -102,7 +107,7 @@ def training(name, cwd, **settings):
     """torchrun's words and the program's, after a conversion of the real model's shape."""
     planned, length, base = RECIPES[name]
     model = MODELS[planned][0]
-    start = Path(cwd, "work", name, "start")
+    start = Path(cwd, "work", name, f"{settings.get('SEQ_LENGTH', length)}-start")
     start.mkdir(parents=True, exist_ok=True)
     values = argument_values(
         model,
@@ -187,6 +192,7 @@ def test_the_program_accepts_every_arm(arm, tmp_path, accepted):
     _, words = training("llama_2_7b_64k", tmp_path, **arm)
     args = accepted(words)
     assert args.attention_pattern == arm.get("ATTENTION", "anchor")
+    assert args.seq_length == int(arm.get("SEQ_LENGTH", 65536))
     assert args.domain_tags == ("DOMAIN_TAGS" in arm)
     assert args.interleave_chunks == ("INTERLEAVE" in arm)
     assert bool(args.document_list) == ("UPSAMPLE" in arm)
@@ -220,7 +226,7 @@ def test_ntk_is_the_base_that_transformers_computes_for_16_times_the_length(base
 
 def test_the_scaling_that_a_model_has_passes_the_shell_in_one_word(tmp_path, accepted):
     training("llama_2_7b_64k", tmp_path)
-    path = tmp_path / "work/llama_2_7b_64k/start/megatron_args.txt"
+    path = tmp_path / "work/llama_2_7b_64k/65536-start/megatron_args.txt"
     own = '{"rope_type":"linear","factor":2.0}'
     path.write_text(path.read_text() + f"--rope-parameters {own}\n")
     ((_, _, words),) = commands("llama_2_7b_64k", tmp_path, "train")
@@ -241,7 +247,8 @@ def test_arms_never_share_a_folder(tmp_path):
 def test_the_tools_accept_every_other_command(name, tool, tmp_path):
     if not (ROOT / "tools" / tool).is_file():
         pytest.skip(f"tools/{tool} is not there")
-    found = commands(name, tmp_path, UPSAMPLE="1", PERPLEXITY_TEXT="book.txt", VERIFY_ARGS="--json")
+    more = {"VERIFY_ARGS": "--no-logits", "EVALUATE_ARGS": "--allow-longer"}
+    found = commands(name, tmp_path, UPSAMPLE="1", PERPLEXITY_TEXT="book.txt", **more)
     calls = [words for program, _, words in found if program == tool]
     assert calls, "no step runs it"
     parser = importlib.import_module(TOOLS[tool]).parser()
@@ -325,8 +332,12 @@ def test_more_arguments_win_over_the_recipes(tmp_path, accepted):
         (["convert"], {"HF_MODEL": "nowhere"}, "error: nowhere/config.json does not exist: HF_MOD"),
         (["train"], {}, "error: work/.*/megatron_args.txt does not exist: run the step convert"),
         (["plan"], {}, r"error: corpora/.*_text_document.idx does not exist: run the step prepro"),
-        (["export"], {}, "latest_checkpointed_iteration.txt does not exist: run the step train"),
-        (["verify"], {}, "error: work/.*-hf/config.json does not exist: run the step export"),
+        (
+            ["export"],
+            {},
+            "error: work/.*/iter_0002000 does not exist: run the step train to its end",
+        ),
+        (["verify"], {}, "error: work/.*-hf-2000/config.json does not exist: run the step export"),
         (["evaluate"], {}, "error: work/.*/iter_0001960 does not exist: train with SAVE_LAST=5"),
     ],
 )
@@ -375,3 +386,7 @@ def test_a_slurm_job_trains_on_all_nodes_and_does_the_rest_on_the_first(tmp_path
     ]
     said = subprocess.check_output([*run, "export"], env=slurm, text=True)
     assert said.splitlines() == [f"export first {where}"]
+    wrong = [ROOT / "examples/slurm.sh", ROOT / "examples/llama_2_7b_64k.sh"]
+    done = subprocess.run(wrong, env=slurm | {"ATTENTION": "anchr"}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ATTENTION=anchr: expected one of" in done.stderr
