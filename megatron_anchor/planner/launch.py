@@ -135,6 +135,4 @@ def notes(question: Question, layout: Layout) -> list[str]:
         found.append(
             f"--cp-comm-type p2p on {question.gpu.name} needs flash-attn besides Transformer Engine"
         )
-    if layout.recompute == "mlp":
-        found.append("--recompute-modules mlp was not trained with in this project's tests")
     return found
