@@ -96,6 +96,46 @@ def parse_and_validate_args(
     return args
 
 
+def save_also(is_due: Callable[[Namespace, int], bool]) -> None:
+    """Let Megatron's training loop save at further iterations, for which it has no hook.
+
+    After every step ``megatron.training.training.train`` calls ``checkpoint_and_decide_exit``,
+    which saves by --save-interval and wherever the run ends. Where a save is due we call the host's
+    own ``save_checkpoint_and_time`` first, and then the function without --save, so that nothing is
+    saved twice. Calling this again replaces the earlier condition.
+
+    Args:
+        is_due: tells by Megatron's arguments and the iteration just done whether to save; asked on
+            every rank after every step, and True on all of them or none.
+    """
+    from megatron.training import get_args
+    from megatron.training import training as host
+
+    decide = getattr(
+        host.checkpoint_and_decide_exit, "__wrapped__", host.checkpoint_and_decide_exit
+    )
+
+    @functools.wraps(decide)
+    def save_and_decide(
+        model, optimizer, scheduler, iteration, operations, context, train_data_iterator
+    ):
+        args = get_args()
+        state = (model, optimizer, scheduler)
+        rest = (operations, context, train_data_iterator)
+        if not is_due(args, iteration):
+            return decide(*state, iteration, *rest)
+        host.save_checkpoint_and_time(
+            iteration, *state, operations, context, train_data_iterator=train_data_iterator
+        )
+        folder, args.save = args.save, None
+        try:
+            return decide(*state, iteration, *rest)
+        finally:
+            args.save = folder
+
+    host.checkpoint_and_decide_exit = save_and_decide
+
+
 def mend_help_texts(parser: ArgumentParser) -> None:
     """Escape the stray percent signs in Megatron 0.19.2's help texts, which make --help crash."""
     for action in parser._actions:

@@ -82,6 +82,7 @@ def _run(args: argparse.Namespace, cache: str) -> int:
     # Megatron takes many seconds to import, which --help and wrong flags need not wait for.
     from megatron_anchor.packing.inspection import (
         describe_sample,
+        document_segments,
         format_sample,
         inspect_packing,
         table,
@@ -108,7 +109,7 @@ def _run(args: argparse.Namespace, cache: str) -> int:
             report,
             number=number,
             cu_seqlens=sample["cu_seqlens"].numpy(),
-            documents=1 if full else int(sample["num_documents"]),
+            documents=1 if full else document_segments(dataset, number),
         )
     if args.sample is None:
         print(json.dumps(asdict(report)) if args.json else table(report))

@@ -8,7 +8,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.packing.patterns import PACKINGS, check_attention_pattern
+from megatron_anchor.packing.patterns import ANCHORED, PACKINGS, check_attention_pattern
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
     """Bounds of the chunks when the documents of a sample are interleaved; None = they are not."""
 
     anchor_position: int = 0
-    """Position id of the anchor's copies under the pattern "anchor"."""
+    """Position id of the anchor's copies under the patterns "anchor" and "anchor-masked"."""
 
     first_token_loss: bool = True
     """Whether a document's first token is a target, predicted by its anchor (or tag)."""
@@ -122,6 +122,11 @@ class PackedDatasetConfig(GPTDatasetConfig):
                 f"got document_alignment {alignment}, expected a divisor of the sequence length "
                 f"{self.sequence_length}; set --document-alignment (or --seq-length)"
             )
+        if alignment > 1 and self.attention_pattern == "anchor-masked":
+            raise ValueError(
+                f"--document-alignment {alignment} cannot be kept under --attention-pattern "
+                "anchor-masked, where anchors are segments of one slot: leave it out"
+            )
         if self.domain_tags:
             check_format(self.domain_tag_format)
             if not hasattr(self.tokenizer, "tokenize"):
@@ -133,7 +138,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
                 f"got anchor_position {self.anchor_position}, expected 0 or more; set "
                 "--anchor-position"
             )
-        if self.anchor_position and self.attention_pattern != "anchor":
+        if self.anchor_position and self.attention_pattern not in ANCHORED:
             raise ValueError(
                 f"--anchor-position {self.anchor_position} has no meaning under "
                 f"--attention-pattern {self.attention_pattern}, where anchors are counted like "

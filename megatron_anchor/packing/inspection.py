@@ -11,6 +11,8 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_anchor.packing.dataset import PackedDataset
+from megatron_anchor.packing.index import Pieces
+from megatron_anchor.packing.layout import segment_borders
 from megatron_anchor.packing.statistics import attention_pairs, segment_lengths
 
 
@@ -107,6 +109,18 @@ def table(report: PackingReport) -> str:
     return "\n".join([head, *(f"  {name:<22}{value}" for name, value in rows.items())])
 
 
+def document_segments(dataset: PackedDataset, number: int) -> int:
+    """Segments of a sample that hold documents (all but padding), under a masked pattern."""
+    pattern = dataset.config.attention_pattern
+    borders = document_borders(dataset.pieces(number))
+    return len(segment_borders(borders, attention_pattern=pattern)) - 1
+
+
+def document_borders(pieces: Pieces) -> np.ndarray:
+    """int64 [P + 1], slots where the document slices of a sample begin, and the end of the last."""
+    return np.cumsum([0, *(pieces.head + pieces.length + pieces.filling)])
+
+
 def describe_sample(
     dataset: PackedDataset, number: int, *, decode: Callable[[list[int]], str] | None
 ) -> list[dict[str, Any]]:
@@ -127,7 +141,7 @@ def describe_sample(
         if dataset.config.interleaving is not None:
             spans = spans[[0, -1]]  # the documents are mixed
     else:
-        spans = sample["cu_seqlens"][: len(pieces.length) + 1]
+        spans = document_borders(pieces)
     rows = []
     for row in range(len(spans) - 1):
         begin, end = int(spans[row]), int(spans[row + 1])

@@ -9,6 +9,7 @@ With anchor id 1, S = 12 and the documents `11 12 13 E`, `21 22 E`, `31 32 33 34
     anchor                   0  1  2  3 4   0  5  6 7   0  8  9
     intra-document           0  1  2  3 4   5  6  7 8   9 10 11
     intra-document-reset     0  1  2  3 4   0  1  2 3   0  1  2
+    anchor-masked            as anchor; its cu_seqlens  0 5 6 9 10 12
 
 The law: every token of a document is a target exactly once; anchors and padding never are; no
 label crosses a document. All masks follow from the place, never from a token's id.
@@ -22,16 +23,36 @@ import numpy as np
 from megatron_anchor.packing.compiled import compiled
 from megatron_anchor.packing.domains import NO_TAGS, DomainTags
 from megatron_anchor.packing.index import Pieces
-from megatron_anchor.packing.patterns import check_attention_pattern
+from megatron_anchor.packing.patterns import ANCHORED, check_attention_pattern
 
 
-def cu_seqlens_length(sequence_length: int) -> int:
+def cu_seqlens_length(sequence_length: int, *, attention_pattern: str = "anchor") -> int:
     """L, entries that hold the segments of any sample of `sequence_length` slots.
 
     Every document slice takes at least two slots (anchor and token); only the last segment, an
-    anchor at the sample's end or padding, can take one. That bounds segments by ceil(S / 2).
+    anchor at the sample's end or padding, can take one. That bounds segments by ceil(S / 2); under
+    "anchor-masked", where anchors are segments, by S.
     """
+    if attention_pattern == "anchor-masked":
+        return sequence_length + 1
     return (sequence_length + 1) // 2 + 1
+
+
+def segment_borders(document_borders: np.ndarray, *, attention_pattern: str) -> np.ndarray:
+    """Where the segments of a masked pattern begin, and the end of the last one.
+
+    Args:
+        document_borders: integers [P + 1], slots where the document slices begin, and the end.
+        attention_pattern: a masked one (not "full").
+
+    Returns:
+        `document_borders` itself, but under "anchor-masked" also the slots behind all anchors but
+        the first, without empty segments.
+    """
+    if attention_pattern != "anchor-masked":
+        return document_borders
+    behind_anchors = document_borders[1:-1] + 1
+    return np.unique(np.concatenate((document_borders, behind_anchors)))
 
 
 def lay_out(
@@ -62,7 +83,7 @@ def lay_out(
         attention_pattern: one of ATTENTION_PATTERNS.
         tags: what stands between the anchor and the first token where `pieces.tag` says so;
             such tokens are never targets.
-        anchor_position: position id of the anchor's copies under "anchor".
+        anchor_position: position id of the anchor's copies under the ANCHORED patterns.
         first_token_loss: whether the first token of a document is a target, predicted by its head.
         order: int64 [filled slots], the order in which `interleave` puts the slots (without any
             padding); None = as they are. Masked patterns take only the positions from it, "full"
@@ -101,7 +122,8 @@ def lay_out(
     tokens_S[filled:] = pad_token_id
     labels_S[filled:] = 0
     loss_mask_S[filled:] = 0.0
-    cu_seqlens_L = np.full(cu_seqlens_length(sequence_length), sequence_length, dtype=np.int32)
+    entries = cu_seqlens_length(sequence_length, attention_pattern=attention_pattern)
+    cu_seqlens_L = np.full(entries, sequence_length, dtype=np.int32)
     cu_seqlens_L[0] = 0
     if attention_pattern == "full":
         position_ids_S = np.arange(sequence_length, dtype=np.int64)
@@ -117,11 +139,13 @@ def lay_out(
             anchor_position=anchor_position,
             order=order,
         )
-        np.cumsum(slots_P + pieces.filling, out=cu_seqlens_L[1 : num_documents + 1])
+        filled_borders = np.concatenate(([0], np.cumsum(slots_P + pieces.filling)))
+        segments = segment_borders(filled_borders, attention_pattern=attention_pattern)
+        cu_seqlens_L[: len(segments)] = segments
         if taken > filled:
             _spread(
                 borders,
-                cu_seqlens_L[: num_documents + 1],
+                filled_borders,
                 pad_token_id,
                 tokens_S,
                 labels_S,
@@ -134,7 +158,7 @@ def lay_out(
         "loss_mask": loss_mask_S,
         "position_ids": position_ids_S,
         "cu_seqlens": cu_seqlens_L,
-        "max_seqlen": np.array(np.diff(cu_seqlens_L[: num_documents + 2]).max(), dtype=np.int32),
+        "max_seqlen": np.array(np.diff(cu_seqlens_L).max(), dtype=np.int32),
         "num_documents": np.array(num_documents, dtype=np.int32),
         "num_cut": np.array(pieces.is_cut.sum(), dtype=np.int32),
         "num_padding": np.array(sequence_length - filled, dtype=np.int32),
@@ -155,24 +179,25 @@ def positions(
         document_borders: integers [P + 1], slots where the document slices begin, and the end.
         sequence_length: S.
         attention_pattern: a masked one (not "full").
-        anchor_position: position of the anchor's copies under "anchor".
+        anchor_position: position of the anchor's copies under the ANCHORED patterns.
         order: as in `lay_out`.
     """
     position_ids_S = np.empty(sequence_length, dtype=np.int64)
     filled = int(document_borders[-1])
+    anchored = attention_pattern in ANCHORED
     if order is None or attention_pattern == "intra-document-reset":
         _write_positions(
             document_borders,
-            attention_pattern == "anchor",
+            anchored,
             attention_pattern == "intra-document-reset",
             position_ids_S,
         )
     else:
         counted = np.ones(filled, dtype=np.int64)
-        if attention_pattern == "anchor":
+        if anchored:
             counted[document_borders[:-1]] = 0
-        position_ids_S[order] = np.cumsum(counted[order]) - (attention_pattern != "anchor")
-    if attention_pattern == "anchor":
+        position_ids_S[order] = np.cumsum(counted[order]) - (not anchored)
+    if anchored:
         position_ids_S[document_borders[:-1]] = anchor_position
     position_ids_S[filled:] = 0
     return position_ids_S

@@ -13,9 +13,13 @@ columns marked x); the masked patterns share one mask and differ in position ids
             d   x x x x x x                     d         x x x
             e   x x x x x x x                   e         x x x x
 
-    position ids    anchor                  0 1 2 0 3 4 5
+    position ids    anchor                  0 1 2 0 3 4 5   (and anchor-masked)
                     intra-document          0 1 2 3 4 5 6   (and full)
                     intra-document-reset    0 1 2 0 1 2 3
+
+`anchor-masked` is a control: one anchor as under `anchor`, but masked like any other token of the
+first document, so that `c d e` do not see it. Its later copies are segments of their own; they only
+predict the first token of their document, as the one anchor would.
 """
 
 from difflib import get_close_matches
@@ -23,7 +27,19 @@ from difflib import get_close_matches
 PACKINGS = ("concat", "best-fit")
 """Values of --packing: cut documents where samples end, or cut none that fits in a sample."""
 
-ATTENTION_PATTERNS = ("anchor", "intra-document", "intra-document-reset", "full")
+ATTENTION_PATTERNS = (
+    "anchor",
+    "intra-document",
+    "intra-document-reset",
+    "full",
+    "anchor-masked",
+)
+
+PLANNED_PATTERNS = ATTENTION_PATTERNS[:4]
+"""Without the control, whose cost is that of `anchor`."""
+
+ANCHORED = ("anchor", "anchor-masked")
+"""Patterns with one anchor, at a position of its own, whose copies are not counted."""
 
 
 def check_attention_pattern(pattern: str) -> str:

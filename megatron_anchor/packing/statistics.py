@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_anchor.packing.index import Pieces
+from megatron_anchor.packing.layout import segment_borders
 
 
 class PackingStatistics(NamedTuple):
@@ -37,8 +38,10 @@ def segment_lengths(pieces: Pieces, *, sequence_length: int, attention_pattern: 
     if attention_pattern == "full":
         return np.array([sequence_length])
     slots_P = pieces.head + pieces.length + pieces.filling
+    borders = np.concatenate(([0], np.cumsum(slots_P)))
+    segments = np.diff(segment_borders(borders, attention_pattern=attention_pattern))
     padding = sequence_length - int(slots_P.sum())
-    return np.append(slots_P, padding) if padding else slots_P
+    return np.append(segments, padding) if padding else segments
 
 
 def count_segments(cu_seqlens: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from megatron_anchor.checkpoint.model import Model
-from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, check_attention_pattern
+from megatron_anchor.packing.patterns import PLANNED_PATTERNS, check_attention_pattern
 from megatron_anchor.planner.communication import Communication, communication_of
 from megatron_anchor.planner.errors import PlanError
 from megatron_anchor.planner.gpus import GIB, Gpu
@@ -81,7 +81,11 @@ class Question:
                 f"--gpus {self.gpus}: servers hold {node} {self.gpu.name}; give a multiple of "
                 f"{node}, such as {self.gpus // node * node}, or --gpus-per-node"
             )
-        check_attention_pattern(self.pattern)
+        if check_attention_pattern(self.pattern) not in PLANNED_PATTERNS:
+            raise ValueError(
+                f"--attention-pattern {self.pattern} is a control for experiments: plan with "
+                "anchor, which costs the same"
+            )
 
     @property
     def assumed(self) -> Efficiency:
@@ -251,4 +255,4 @@ def _divisors(number: int) -> list[int]:
 
 def compare_patterns(question: Question, layout: Layout) -> dict[str, Choice]:
     """Estimate every pattern at one layout."""
-    return {pattern: question.choice(layout, pattern) for pattern in ATTENTION_PATTERNS}
+    return {pattern: question.choice(layout, pattern) for pattern in PLANNED_PATTERNS}

@@ -22,7 +22,8 @@ class AnchorArguments:
     attention_pattern: str = "anchor"
     """What a token sees: 'anchor' (its document and the anchor, positions run on through the
     sample), 'intra-document' (its document, positions run on), 'intra-document-reset' (its
-    document, positions restart) or 'full' (everything before it)."""
+    document, positions restart), 'full' (everything before it), or, as a control, 'anchor-masked'
+    (as 'anchor', but only the sample's first document sees the anchor)."""
 
     anchor_token: str | None = field(
         default=None, metadata={"argparse_meta": {"arg_names": ANCHOR_TOKEN_FLAGS, "type": str}}
@@ -31,7 +32,7 @@ class AnchorArguments:
     id. Default: its bos, else its eos."""
 
     anchor_position: int = 0
-    """Position id of the anchor under the pattern 'anchor'."""
+    """Position id of the anchor under the patterns 'anchor' and 'anchor-masked'."""
 
     anchor_first_token_loss: bool = True
     """Leave the first token of every document out of the loss, which the anchor predicts."""
@@ -73,6 +74,13 @@ class AnchorArguments:
     balance_attention_work: bool = False
     """Order the samples inside each global batch so that data-parallel ranks and micro-batches have
     nearly equal attention work. The batch's samples stay the same."""
+
+    save_last: int | None = None
+    """Keep so many checkpoints of the end of training, --save-last-every iterations apart, besides
+    those of --save-interval: to average an evaluation over them."""
+
+    save_last_every: int | None = None
+    """Iterations from one checkpoint of --save-last to the next. Default: 10."""
 
     attention_precision: Literal["model", "fp32"] = "model"
     """Precision of the attention core: the model's, or float32 from the rotation to the output."""

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_anchor.packing.dataset import PackedDataset
-from megatron_anchor.packing.inspection import describe_sample
+from megatron_anchor.packing.inspection import describe_sample, document_borders
 from megatron_anchor.whole_files import replacing
 
 FORMAT = "megatron_anchor bad batch 1"
@@ -58,7 +58,7 @@ class SampleRecord:
         """Those that hold a slot whose loss is not finite, where documents are kept apart."""
         if self.dataset.config.attention_pattern == "full":
             return []
-        ends = self.sample["cu_seqlens"].numpy()[1:]
+        ends = document_borders(self.dataset.pieces(self.number))[1:]
         rows = np.unique(np.searchsorted(ends, self.bad_slots, side="right"))
         documents = self.documents
         return [documents[row] for row in rows if row < len(documents)]

@@ -70,7 +70,9 @@ def get_batch(
     """
     columns = {name: seq_length for name in SLOT_FIELDS}
     origin_B2 = None
-    columns |= {"cu_seqlens": cu_seqlens_length(seq_length), **dict.fromkeys(figures, 1)}
+    pattern = get_args().attention_pattern
+    columns["cu_seqlens"] = cu_seqlens_length(seq_length, attention_pattern=pattern)
+    columns |= dict.fromkeys(figures, 1)
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         sample = next(data_iterator)

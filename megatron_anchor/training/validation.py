@@ -16,8 +16,8 @@ from megatron_anchor.attention.backends import AttentionRequest, choose_backend,
 from megatron_anchor.attention.backends.te_rules import FIRST_VERSION
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.packing.domains import check_format
-from megatron_anchor.packing.patterns import check_anchor, check_attention_pattern
-from megatron_anchor.training import saved_checkpoints
+from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
+from megatron_anchor.training import last_checkpoints, saved_checkpoints
 from megatron_anchor.training.arguments import (
     context_parallel,
     document_alignment,
@@ -272,10 +272,16 @@ def _packing(args: Namespace) -> Iterator[str]:
         )
     if args.anchor_position < 0:
         yield f"--anchor-position {args.anchor_position}: expected 0 or more"
-    if args.anchor_position and args.attention_pattern != "anchor":
+    if args.anchor_position and args.attention_pattern not in ANCHORED:
         yield (
             f"--anchor-position {args.anchor_position} has a meaning under --attention-pattern "
-            f"anchor only, got {args.attention_pattern}"
+            f"{' and '.join(ANCHORED)} only, got {args.attention_pattern}"
+        )
+    if alignment > 1 and args.attention_pattern == "anchor-masked":
+        yield (
+            "--attention-pattern anchor-masked makes anchors segments of one slot, which no "
+            f"--document-alignment {alignment} (nor Transformer Engine's context parallelism) can "
+            "keep; leave it out, and use --cp-comm-type a2a"
         )
     for check in (
         lambda: check_anchor(args.anchor_token),
@@ -346,4 +352,5 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _balance,
     _bad_batch,
     saved_checkpoints.refusals,
+    last_checkpoints.refusals,
 )

@@ -134,20 +134,25 @@ def expected_fields(
         sample = [slot for slot in sample if slot.kind != "filling"]
     num_padding = sequence_length - sum(slot.kind != "filling" for slot in sample)
     borders = [0]
+    slots_of_documents: list[int] = []
     positions: list[int] = []
     labels: list[int | None] = []
     tokens_so_far = slots_so_far = slots_of_piece = 0
     for slot, (_, label, _, kind) in enumerate(sample):
         if kind == "anchor":
             slots_of_piece = 0
+            slots_of_documents.append(slot)
             if slot:
                 borders.append(slot)
+                if pattern == "anchor-masked" and slot + 1 < len(sample):
+                    borders.append(slot + 1)
         tokens_so_far += kind in ("tag", "text")
         positions.append(
             0
             if kind == "filling"
             else {
                 "anchor": anchor_position if kind == "anchor" else tokens_so_far,
+                "anchor-masked": anchor_position if kind == "anchor" else tokens_so_far,
                 "intra-document": slots_so_far,
                 "intra-document-reset": slots_of_piece,
                 "full": slot,
@@ -157,10 +162,10 @@ def expected_fields(
         slots_of_piece += 1
         predicts_first = kind in ("anchor", "tag") and label is not None
         labels.append(None if predicts_first and not first_token_loss else label)
-    num_documents = len(borders)
+    num_documents = len(slots_of_documents)
     slices = [
         [slot for slot in sample[begin:end] if slot.kind != "filling"]
-        for begin, end in itertools.pairwise([*borders, len(sample)])
+        for begin, end in itertools.pairwise([*slots_of_documents, len(sample)])
     ]
     tail = sequence_length - len(sample)
     if tail:
@@ -171,7 +176,8 @@ def expected_fields(
         positions += range(len(sample), sequence_length)
     else:
         positions += [0] * tail
-    length = -(-sequence_length // 2) + 1
+    length = sequence_length if pattern == "anchor-masked" else -(-sequence_length // 2)
+    length += 1
     return {
         "tokens": [pad if token is None else token for token, *_ in sample] + [pad] * tail,
         "labels": [label or 0 for label in labels] + [0] * tail,

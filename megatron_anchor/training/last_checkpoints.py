@@ -1,0 +1,111 @@
+"""--save-last: the checkpoints of a run's end, some steps apart, besides those of --save-interval.
+
+The paper advises to evaluate several of the last checkpoints, a few steps apart, and to average:
+scores of long-context tasks differ from step to step more than methods do (arXiv 2411.13476).
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.training import print_rank_0
+
+from megatron_anchor import compat
+
+DEFAULT_EVERY = 10
+
+
+def steps_to_keep(train_iters: int, *, count: int, every: int) -> tuple[int, ...]:
+    """Iterations whose checkpoints are to be there at the end, in order.
+
+    Args:
+        train_iters: T, the run's last iteration.
+        count: checkpoints.
+        every: iterations from one to the next.
+
+    Returns:
+        T - (count - 1) x every, ..., T - every, T; only those above 0.
+    """
+    steps = range(train_iters - (count - 1) * every, train_iters + 1, every)
+    return tuple(step for step in steps if step > 0)
+
+
+def refusals(args: Namespace) -> Iterator[str]:
+    """Reasons why --save-last cannot be done, each with the remedy."""
+    count, every = args.save_last, args.save_last_every
+    if count is None:
+        if every is not None:
+            yield f"--save-last-every {every} has no effect without --save-last"
+        return
+    if count < 1:
+        yield f"--save-last {count}: expected 1 or more checkpoints"
+    if every is not None and every < 1:
+        yield f"--save-last-every {every}: expected 1 or more iterations"
+    if not args.save:
+        yield f"--save-last {count} needs a folder: give --save (and --save-interval)"
+    elif not args.save_interval:
+        yield "--save-last: Megatron needs --save-interval with --save; --train-iters will do"
+    train_iters = _train_iters(args)
+    if train_iters is None or count < 1 or (every is not None and every < 1):
+        return
+    every = every or DEFAULT_EVERY
+    first = train_iters - (count - 1) * every
+    if first < 1:
+        yield (
+            f"--save-last {count} --save-last-every {every} begins {(count - 1) * every} "
+            f"iterations before the end, but there are {train_iters}: lower one of them"
+        )
+    retain, steps = args.save_retain_interval, steps_to_keep(train_iters, count=count, every=every)
+    if retain and any(step % retain for step in steps[:-1]):
+        yield (
+            f"--save-retain-interval {retain} would delete checkpoints that --save-last keeps "
+            f"({' '.join(map(str, steps))}): leave it out, or let it divide all of these"
+        )
+
+
+def install(args: Namespace) -> None:
+    """Let Megatron's loop save the checkpoints of --save-last too; without the flag do nothing.
+
+    Call it before `megatron.training.pretrain`, with arguments that passed `refusals`. The last
+    iteration is Megatron's own to save; the others are saved unless --save-interval does.
+    """
+    if args.save_last is None:
+        return
+    compat.save_also(_IsDue(count=args.save_last, every=args.save_last_every or DEFAULT_EVERY))
+
+
+class _IsDue:
+    """Whether an iteration is one to save; at the first one asked it says which are."""
+
+    def __init__(self, *, count: int, every: int) -> None:
+        self.count, self.every = count, every
+        self.announced = False
+
+    def __call__(self, args: Namespace, iteration: int) -> bool:
+        # Only now is the number of iterations known where --train-samples was given.
+        steps = steps_to_keep(args.train_iters, count=self.count, every=self.every)
+        if not self.announced:
+            self.announced = True
+            _announce(steps, args.save, begun_at=iteration)
+        return iteration in steps[:-1] and iteration % args.save_interval != 0
+
+
+def _announce(steps: tuple[int, ...], folder: str, *, begun_at: int) -> None:
+    print_rank_0(f"> --save-last keeps the checkpoints {' '.join(map(str, steps))} in {folder}")
+    gone = [s for s in steps if s < begun_at and not Path(folder, f"iter_{s:07d}").is_dir()]
+    if gone:
+        print_rank_0(
+            f"> warning: the run goes on at iteration {begun_at}, and {folder} has no checkpoint "
+            f"{' '.join(map(str, gone))}: there will be {len(steps) - len(gone)} of {len(steps)}"
+        )
+
+
+def _train_iters(args: Namespace) -> int | None:
+    """T as far as the arguments tell; a growing batch size leaves it to Megatron."""
+    if args.train_iters:
+        return args.train_iters
+    if args.train_samples and args.rampup_batch_size is None and args.global_batch_size:
+        return args.train_samples // args.global_batch_size
+    return None
