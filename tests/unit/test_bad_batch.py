@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_anchor.attention.zigzag import slots_of_rank
+from megatron_anchor.packing.patterns import ATTENTION_PATTERNS
 from megatron_anchor.training import bad_batch
 from megatron_anchor.training.bad_batch_files import SampleRecord, _ranges
 from tests.unit.packing_oracle import build, build_train, make_config, write_corpus
@@ -94,3 +95,18 @@ def test_runs_of_slots_are_ranges() -> None:
     assert _ranges(np.array([], np.int64)) == []
     assert _ranges(np.array([3])) == [[3, 4]]
     assert _ranges(np.array([0, 1, 2, 5, 7, 8])) == [[0, 3], [5, 6], [7, 9]]
+
+
+@pytest.mark.parametrize("pattern", [p for p in ATTENTION_PATTERNS if p != "full"])
+def test_every_slot_leads_to_its_document_under_every_masked_pattern(
+    tmp_path: Path, pattern: str
+) -> None:
+    documents = [[[10 * n + k for k in range(n)]] for n in range(1, 9)]
+    dataset = build_train(
+        write_corpus(tmp_path / "c", documents), attention_pattern=pattern, sequence_length=S
+    )
+    for number in range(len(dataset)):
+        pieces = dataset.pieces(number)
+        owners = np.repeat(pieces.document, pieces.head + pieces.length)
+        for slot, owner in enumerate(owners):
+            assert SampleRecord(dataset, number, np.array([slot])).bad_documents == [owner]
