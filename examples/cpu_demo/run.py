@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).parent))
+from byte_pairs import train_tokenizer
 from documents import write_documents
+from training_log import Step, follow
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -33,25 +29,6 @@ MARK = ".megatron_anchor_demo"
 VOCAB, ITERATIONS, STOP_AT = 4096, 10, 6
 TP_PP = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
 TP_CP = ["--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
-
-LOG_LINE = re.compile(
-    r"iteration +(?P<iteration>\d+)/.*elapsed time per iteration \(ms\): (?P<ms>[\d.]+)"
-    r".*lm loss: (?P<loss>\S+).*\| documents per sample: (?P<documents>\S+)"
-    r".*attention work: (?P<work>\S+)"
-)
-
-ERROR_LINE = re.compile(r"(\[rank\d\]: )?\w*(Error|error)(: |$)")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One line of Megatron's log."""
-
-    iteration: int
-    seconds: float
-    loss: float
-    documents: float
-    attention_work: float
 
 
 def main() -> None:
@@ -91,7 +68,8 @@ def make_corpora(demo: Path) -> None:
     for domain, (path, count) in texts.items():
         print(f"    {domain}: {count:,} documents, {path.stat().st_size / 1e6:.1f} MB")
     print(f"2/5 tokenizer: byte-level BPE, {VOCAB} tokens")
-    train_tokenizer(demo / "tokenizer", [path for path, _ in texts.values()])
+    files = [path for path, _ in texts.values()]
+    train_tokenizer(demo / "tokenizer", files, vocab_size=VOCAB)
     print("3/5 corpora: tools/preprocess_data.py")
     for domain, (path, _) in texts.items():
         run_tool(
@@ -101,29 +79,6 @@ def make_corpora(demo: Path) -> None:
             *("--tokenizer-model", demo / "tokenizer"),
             *("--output-prefix", demo / "corpus" / domain, "--workers", 1),
         )
-
-
-def train_tokenizer(folder: Path, files: list[Path]) -> None:
-    """Train on every 8th document and save in Hugging Face's form."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    def every_eighth() -> Iterator[str]:
-        for path in files:
-            with path.open(encoding="utf-8") as rows:
-                yield from (json.loads(row)["text"] for n, row in enumerate(rows) if n % 8 == 0)
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
-    )
-    tokenizer.train_from_iterator(every_eighth(), trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
 
 
 def run_tool(name: str, *arguments: object) -> None:
@@ -140,50 +95,11 @@ def train(demo: Path, pattern: str, *flags: str) -> list[Step]:
         The iterations of this run.
     """
     print(f"{'4/5' if pattern == 'anchor' else '5/5'} train: --attention-pattern {pattern}")
-    command = ["bash", str(HERE / "train.sh"), str(demo), pattern, *flags]
-    log, errors, steps = demo / f"{pattern}.log", list[str](), list[Step]()
-    environment = {**os.environ, "PYTHON": sys.executable}
-    with (
-        log.open("a") as out,
-        tqdm(total=ITERATIONS, unit="step", desc="    starting 4 processes") as bar,
-        subprocess.Popen(
-            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
-        ) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            out.write(line)
-            if ERROR_LINE.match(line) and line not in errors:
-                errors.append(line)
-            if step := parse(line):
-                steps.append(step)
-                bar.update(step.iteration - bar.n)
-                bar.set_description(f"    loss {step.loss:.3f}")
-    if process.returncode:
-        raise SystemExit(f"training failed, see {log}:\n{''.join(errors)}")
-    return undo_mean(steps)
-
-
-def undo_mean(steps: list[Step]) -> list[Step]:
-    """Take the first line out of the second, which Megatron prints as the mean of both."""
-    if len(steps) < 2:
-        return steps
-    first, mean = (astuple(step)[1:] for step in steps[:2])
-    second = Step(steps[1].iteration, *(2 * m - f for f, m in zip(first, mean, strict=True)))
-    return [steps[0], second, *steps[2:]]
-
-
-def parse(line: str) -> Step | None:
-    """Read one iteration from a line of Megatron's log."""
-    found = LOG_LINE.search(line)
-    if found is None:
-        return None
-    return Step(
-        iteration=int(found["iteration"]),
-        seconds=float(found["ms"]) / 1e3,
-        loss=float(found["loss"]),
-        documents=float(found["documents"]),
-        attention_work=float(found["work"]),
+    return follow(
+        ["bash", str(HERE / "train.sh"), str(demo), pattern, *flags],
+        log=demo / f"{pattern}.log",
+        iterations=ITERATIONS,
+        starting="starting 4 processes",
     )
 
 
