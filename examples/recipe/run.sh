@@ -47,7 +47,7 @@ EXTRA_ARGS=${EXTRA_ARGS:-} VERIFY_ARGS=${VERIFY_ARGS:-} EVALUATE_ARGS=${EVALUATE
 ATTENTION=${ATTENTION:-anchor} DOMAIN_TAGS=${DOMAIN_TAGS:-} INTERLEAVE=${INTERLEAVE:-}
 UPSAMPLE=${UPSAMPLE:-} MIXTURE=${MIXTURE:-}
 ROPE_SCALING=${ROPE_SCALING:-none}
-expect ATTENTION anchor intra-document intra-document-reset full
+expect ATTENTION anchor intra-document intra-document-reset full anchor-masked
 expect ROPE_SCALING none ntk yarn
 expect RECOMPUTE none mlp full
 
@@ -120,7 +120,7 @@ settings, with the values that they have now:
   VERIFY_ARGS="$VERIFY_ARGS"  e.g. --no-logits, where memory is short of two models in float32
   EVALUATE_ARGS="$EVALUATE_ARGS"  e.g. --qa-file questions.json --tasks ruler
 arms:
-  ATTENTION=$ATTENTION       anchor, intra-document, intra-document-reset or full
+  ATTENTION=$ATTENTION       anchor, intra-document, intra-document-reset, full or anchor-masked
   DOMAIN_TAGS=$DOMAIN_TAGS INTERLEAVE=$INTERLEAVE UPSAMPLE=$UPSAMPLE     1 switches on; MIXTURE=NAME=SHARE,...
   ROPE_BASE=$ROPE_BASE ROPE_SCALING=$ROPE_SCALING   none, ntk or yarn
 DRY_RUN=1 prints the commands; TOY=1 runs them all on a CPU with a tiny model.

@@ -55,6 +55,7 @@ ARMS = [
     {"ATTENTION": "full"},
     {"ATTENTION": "intra-document"},
     {"ATTENTION": "intra-document-reset"},
+    {"ATTENTION": "anchor-masked"},
     {"DOMAIN_TAGS": "1"},
     {"INTERLEAVE": "1"},
     {"ATTENTION": "intra-document", "INTERLEAVE": "1"},
