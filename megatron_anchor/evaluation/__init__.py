@@ -1,0 +1,1 @@
+"""Long-context evaluation: RULER-style tasks, averages over checkpoints, perplexity by position."""

@@ -1,0 +1,78 @@
+"""Question answering: the documents of a question among those of others (RULER, section 3.4)."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.evaluation.haystack import measure
+from megatron_anchor.evaluation.material import Draft, Material
+from megatron_anchor.evaluation.question_files import Question
+
+_TASK = "Answer the question from the documents, in a few words and with nothing else."
+_FRAME = 120  # about the tokens of the instructions, and of the room for the answer
+_TRIES = 200  # questions drawn before one that is too long is taken, and refused
+_END = "\u241e"  # between the documents while they are one text; no document holds it
+
+
+def draft_answering(
+    material: Material, rng: random.Random, *, length: int, depth: float | None
+) -> Draft:
+    """Make a prompt; where a document does not fit whole, it is cut at a word.
+
+    Raises:
+        EvaluationError: if there are no questions.
+    """
+    assert depth is None
+    if not material.questions:
+        raise EvaluationError("task qa needs questions: give --qa-file")
+    question = _choose(material, rng, length)
+    others = _others(material, rng, question.documents, length)
+    haystack = measure(f" {_END} ".join(others), material.tokenizer, length=length)
+    marks = np.array([i for i, c in enumerate(haystack.text) if c == _END])
+    keys = [rng.random() for _ in range(len(question.documents) + len(others))]
+
+    def build(pieces: int) -> str:
+        end = int(haystack.ends[pieces])
+        whole = int(np.searchsorted(marks, end))
+        start = int(marks[whole - 1]) + 1 if whole else 0
+        rest = haystack.text[start:end].strip()
+        shown = [*question.documents, *others[:whole], *([rest] if rest else [])]
+        order = sorted(range(len(shown)), key=lambda i: keys[i])
+        documents = "\n\n".join(f"Document {n}:\n{shown[i]}" for n, i in enumerate(order, 1))
+        return f"{_TASK}\n\n{documents}\n\n{_TASK}\n\nQuestion: {question.text}\nAnswer:"
+
+    return Draft(build, haystack.tokens, list(question.answers))
+
+
+def _choose(material: Material, rng: random.Random, length: int) -> Question:
+    """A question whose own documents leave room for at least a little of others."""
+    chosen = material.questions[0]
+    for _ in range(_TRIES):
+        chosen = rng.choice(material.questions)
+        own = [chosen.text, *chosen.documents]
+        if sum(map(material.token_count, own)) < length * 0.8 - _FRAME:
+            break
+    return chosen
+
+
+def _others(material: Material, rng: random.Random, own: tuple[str, ...], length: int) -> list[str]:
+    """Other questions' documents, each once, then again and again, until they fill the prompt."""
+    pool = dict.fromkeys(d for question in material.questions for d in question.documents)
+    documents = [text.replace(_END, "") for text in pool if text not in own]
+    if not documents:
+        raise EvaluationError(
+            f"--qa-file: no document but those of {own[0][:40]!r} ...; give more questions"
+        )
+    rng.shuffle(documents)
+    found: list[str] = []
+    tokens = 0
+    for number in range(1 << 30):
+        text = documents[number % len(documents)]
+        found.append(text)
+        tokens += material.token_count(text)
+        if tokens > length * 1.1:
+            return found
+    raise AssertionError("endless documents")

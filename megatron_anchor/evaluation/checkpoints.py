@@ -1,0 +1,177 @@
+"""The checkpoints of an evaluation: named, and as Hugging Face folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
+from megatron_anchor.checkpoint.torch_dist_reader import TRACKER, iteration_folder
+from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.packing.fingerprint import fingerprint
+
+EXPORTS = "exports"
+"""Folder under the output for Megatron checkpoints as Hugging Face models."""
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint."""
+
+    label: str
+    """Of the group that it is averaged in."""
+    name: str
+    """Unique in the evaluation; a part of file names."""
+    source: Path
+    """As given: a Hugging Face folder, or one iteration of a Megatron run."""
+
+    @property
+    def is_megatron(self) -> bool:
+        """It has to be exported first."""
+        return not (self.source / "config.json").is_file()
+
+
+def split_label(word: str) -> tuple[str | None, Path]:
+    """Split ``LABEL=DIR``; an existing path is never split.
+
+    Raises:
+        EvaluationError: for a label that cannot be a part of a file's name.
+    """
+    if "=" not in word or Path(word).exists():
+        return None, Path(word)
+    label, _, path = word.partition("=")
+    if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", label):
+        raise EvaluationError(
+            f"{word}: a label has letters, digits, spaces and . + - _, got {label!r}"
+        )
+    return label, Path(path)
+
+
+def find_checkpoints(words: Sequence[str]) -> list[Checkpoint]:
+    """Find what ``--checkpoints`` names.
+
+    Args:
+        words: ``[LABEL=]DIR``; those without a label are one group.
+
+    Raises:
+        EvaluationError: if there is no checkpoint, or one is named twice.
+    """
+    given = [(label, _source(path)) for label, path in map(split_label, words)]
+    seen: set[tuple[str | None, Path]] = set()
+    for label, path in given:
+        if (label, path.resolve()) in seen:
+            raise EvaluationError(f"--checkpoints names {path} twice")
+        seen.add((label, path.resolve()))
+    bare = [path for label, path in given if label is None]
+    default = _default_label(bare)
+    if default in {label for label, _ in given}:
+        raise EvaluationError(
+            f"--checkpoints: {default!r} names a group, and the checkpoints without a label would "
+            "be called so too; give them one: LABEL=DIR"
+        )
+    labels = [label if label is not None else default for label, _ in given]
+    names = _unique_names([path for _, path in given], labels)
+    return [
+        Checkpoint(label, name, path)
+        for label, name, (_, path) in zip(labels, names, given, strict=True)
+    ]
+
+
+def _source(path: Path) -> Path:
+    if not path.is_dir():
+        raise EvaluationError(f"--checkpoints {path}: there is no such folder")
+    if (path / "config.json").is_file():
+        return path
+    is_run = (path / TRACKER).is_file() or (path / "metadata.json").is_file()
+    if not is_run:
+        raise EvaluationError(
+            f"--checkpoints {path}: neither a Hugging Face model (config.json) nor a Megatron "
+            f"checkpoint ({TRACKER} of a run, or an iter_ folder's metadata.json)"
+        )
+    return iteration_folder(path)
+
+
+def _short_name(path: Path, parts: int) -> str:
+    named = path.resolve().parts[-parts:]
+    return re.sub(r"[^\w.+-]", "_", "-".join(part.strip("/") for part in named)) or "root"
+
+
+def _own_parts(path: Path) -> int:
+    return 1 if (path / "config.json").is_file() else 2  # run and iteration
+
+
+def _default_label(paths: Sequence[Path]) -> str:
+    if len(paths) == 1:
+        return _short_name(paths[0], _own_parts(paths[0]))
+    common = os.path.commonpath([path.resolve() for path in paths]) if paths else "/"
+    return Path(common).name or "all"
+
+
+def _unique_names(paths: Sequence[Path], labels: Sequence[str]) -> list[str]:
+    """Give names of so many of the last folders that all differ."""
+    for more in range(max(len(path.resolve().parts) for path in paths)):
+        names = [_short_name(path, _own_parts(path) + more) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    # the same checkpoint in two groups
+    return [f"{label}-{name}".replace(" ", "_") for label, name in zip(labels, names, strict=True)]
+
+
+def hugging_face_folder(
+    checkpoint: Checkpoint, output: Path, *, like: str | None, progress: bool
+) -> Path:
+    """Give the checkpoint as a Hugging Face folder, exported under ``output`` where needed.
+
+    An export is used again while the checkpoint's files are the same.
+
+    Raises:
+        CheckpointError: if it cannot be exported.
+    """
+    if not checkpoint.is_megatron:
+        return checkpoint.source
+    target = output / EXPORTS / checkpoint.name
+    note = target.with_name(f"{target.name}.source.json")
+    source = checkpoint.source
+    made_of = {
+        "like": like,
+        "files": {
+            path.name: [path.stat().st_size, path.stat().st_mtime_ns]
+            for path in sorted(source.iterdir())
+            if path.is_file()
+        },
+    }
+    if target.is_dir():
+        if note.is_file() and note.read_text() == json.dumps(made_of):
+            return target
+        logging.getLogger(__name__).warning("%s has changed: exporting it anew", source)
+        shutil.rmtree(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    done = convert_to_hugging_face(source, target, like=like, progress=progress)
+    for told in done.notes:
+        logging.getLogger(__name__).info("%s: %s", source, told)
+    temporary = note.with_name(f"{note.name}.partial")
+    temporary.write_text(json.dumps(made_of))
+    os.replace(temporary, note)
+    return target
+
+
+def digest_of_model(folder: Path) -> str:
+    """Tell models apart by config.json and a look at every weight file.
+
+    Raises:
+        EvaluationError: if there are no weights.
+    """
+    files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    if not files:
+        raise EvaluationError(f"{folder} has no weights ({' or '.join(_WEIGHTS)})")
+    parts = [fingerprint(folder / "config.json"), *map(fingerprint, files)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

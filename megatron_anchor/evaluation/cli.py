@@ -1,0 +1,193 @@
+"""The command line of `tools/evaluate_long_context.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.command_line import make_parser
+from megatron_anchor.compat import quiet_imports_without_gpu
+from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.evaluation.models import DTYPES, Placement
+
+TABLES = "results.md"
+
+_EXAMPLE = """\
+  python tools/evaluate_long_context.py --checkpoints models/Llama-2-7b-64K --tasks ruler \\
+      --seq-lengths 4096 8192 16384 32768 65536 --num-samples 100 --output-dir results/llama
+the last five checkpoints of two runs, each averaged, on the same axes:
+  python tools/evaluate_long_context.py --checkpoints full=run_full/iter_00009{60,70,80,90} \\
+      full=run_full/iter_0001000 anchor=run_anchor/iter_00009{60,70,80,90} \\
+      anchor=run_anchor/iter_0001000 --seq-lengths 4096 65536 --output-dir results/both
+saved results of two evaluations on the same axes:
+  python tools/evaluate_long_context.py --plot full=results/a anchor=results/b \\
+      --output-dir results/both"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    parser = make_parser(
+        "Ask models questions about long texts, as RULER does (arXiv 2404.06654): retrieval, "
+        "tracking, counting, question answering. Writes tables, JSON and pictures; finished "
+        "samples are kept, and the same command goes on where it was stopped.",
+        _EXAMPLE,
+    )
+    add = parser.add_argument
+    add(
+        "--checkpoints",
+        nargs="+",
+        default=(),
+        metavar="[LABEL=]DIR",
+        help="Hugging Face folders, Megatron runs (the latest iteration) or their iter_ folders; "
+        "those with one label, or with none, are averaged with their spread",
+    )
+    add("--output-dir", required=True, metavar="DIR", help="for results, and exports of Megatron's")
+    add("--tasks", nargs="+", default=["ruler"], help="`ruler` (all), `none`, or names of tasks")
+    add("--seq-lengths", nargs="+", type=int, default=[4096], metavar="N")
+    add("--num-samples", type=int, default=100, help="of a task and length (default 100)")
+    add("--seed", type=int, default=42)
+    add("--batch-size", type=int, default=1, help="prompts at a time (default 1)")
+    add("--engine", choices=("hf", "lm-eval"), default="hf")
+    add("--resume", action=argparse.BooleanOptionalAction, default=True)
+    texts = parser.add_argument_group("texts").add_argument
+    texts("--depths", nargs="+", type=float, default=(), metavar="PERCENT", help="of the needle")
+    texts("--haystack", metavar="FILE", help="essays; default: Python's language reference")
+    texts("--qa-file", metavar="FILE", help="SQuAD, HotpotQA or JSON lines, for the task qa")
+    texts("--perplexity", action="store_true", help="also by position, on --text")
+    texts("--text", nargs="+", default=(), metavar="FILE_OR_GLOB")
+    model = parser.add_argument_group("model").add_argument
+    model("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 on CUDA, else float32")
+    model("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    model("--attn-implementation", default="sdpa", help="of transformers (default sdpa)")
+    model("--tokenizer", metavar="DIR", help="default: the checkpoint's own")
+    model("--first-token", default="auto", help="auto (the tokenizer's), none, bos, eos or an id")
+    model("--like", metavar="DIR", help="for exports: config and tokenizer of the original model")
+    model("--allow-longer", action="store_true", help="lengths beyond max_position_embeddings")
+    output = parser.add_argument_group("output").add_argument
+    output("--plot", nargs="+", default=(), metavar="[LABEL=]RESULTS", help="compare saved results")
+    output("--json", action="store_true", help="print JSON instead of tables")
+    output("--no-progress", action="store_true", help="no progress bar")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, evaluate, write, print; 2 with a message where something is wrong."""
+    args = parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    quiet_imports_without_gpu()
+    try:
+        _check(args)
+        results = _saved(args) if args.plot else _evaluated(args)
+        _write(args, results)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stdout = None
+        return 1
+    except (EvaluationError, CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if bool(args.checkpoints) == bool(args.plot):
+        raise EvaluationError("give --checkpoints to evaluate, or --plot to compare saved results")
+    for flag in ("num_samples", "batch_size"):
+        if getattr(args, flag) < 1:
+            name = flag.replace("_", "-")
+            raise EvaluationError(f"--{name} {getattr(args, flag)}: expected 1 or more")
+    for length in args.seq_lengths:
+        if length < 2:
+            raise EvaluationError(f"--seq-lengths {length}: expected 2 or more")
+    for depth in args.depths:
+        if not 0 <= depth <= 100:
+            raise EvaluationError(f"--depths {depth:g}: expected percent, 0 to 100")
+    if len(args.depths) > args.num_samples:
+        raise EvaluationError(
+            f"--depths has {len(args.depths)} values for --num-samples {args.num_samples}: samples "
+            "take them in turn, so give at least as many samples"
+        )
+    if args.perplexity != bool(args.text):
+        raise EvaluationError("--perplexity needs --text FILE_OR_GLOB ..., and --text --perplexity")
+    if args.engine == "lm-eval":
+        given = {"--depths": args.depths, "--haystack": args.haystack, "--qa-file": args.qa_file}
+        for flag, value in given.items():
+            if value:
+                raise EvaluationError(f"{flag}: lm-eval has its own texts; leave it out")
+
+
+def _saved(args: argparse.Namespace) -> dict[str, Any]:
+    from megatron_anchor.evaluation.checkpoints import split_label
+    from megatron_anchor.evaluation.summary import read_results
+
+    return read_results([split_label(word) for word in args.plot])
+
+
+def _evaluated(args: argparse.Namespace) -> dict[str, Any]:
+    # torch and transformers take seconds to import, which --help need not wait for.
+    from megatron_anchor.evaluation.checkpoints import find_checkpoints
+    from megatron_anchor.evaluation.evaluate import Evaluation, evaluate
+    from megatron_anchor.evaluation.haystack import default_essays, read_essays
+    from megatron_anchor.evaluation.perplexity import read_texts
+    from megatron_anchor.evaluation.question_files import read_questions
+    from megatron_anchor.evaluation.summary import summarize
+
+    checkpoints = find_checkpoints(args.checkpoints)
+    questions = read_questions(args.qa_file) if args.qa_file else ()
+    asked = Evaluation(
+        output=Path(args.output_dir),
+        tasks=_tasks(args),
+        seq_lengths=sorted(set(args.seq_lengths)),
+        num_samples=args.num_samples,
+        seed=args.seed,
+        batch_size=args.batch_size,
+        engine=args.engine,
+        placement=Placement(args.device, args.dtype, args.attn_implementation).resolved(),
+        depths=[depth / 100 for depth in sorted(set(args.depths))],
+        essays=read_essays(args.haystack) if args.haystack else default_essays(),
+        questions=questions,
+        texts=read_texts(args.text),
+        tokenizer=args.tokenizer,
+        first_token=args.first_token,
+        like=args.like,
+        allow_longer=args.allow_longer,
+        resume=args.resume,
+        progress=not args.no_progress and not args.json,
+    )
+    return summarize(evaluate(asked, checkpoints))
+
+
+def _tasks(args: argparse.Namespace) -> list[str]:
+    from megatron_anchor.evaluation.tasks import choose_tasks
+
+    if args.tasks == ["none"]:
+        if not args.perplexity:
+            raise EvaluationError("--tasks none leaves nothing to do without --perplexity")
+        return []
+    # The harness downloads questions of its own.
+    return choose_tasks(args.tasks, has_questions=bool(args.qa_file) or args.engine == "lm-eval")
+
+
+def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    from megatron_anchor.evaluation.pictures import draw_all
+    from megatron_anchor.evaluation.report import as_markdown
+    from megatron_anchor.evaluation.summary import RESULTS, write_results
+
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_results(folder / RESULTS, results)
+    told = as_markdown(results)
+    (folder / TABLES).write_text(told, encoding="utf-8")
+    print(json.dumps(results) if args.json else told)
+    sys.stdout.flush()
+    for path in draw_all(folder, results):
+        if not args.json:
+            print(path)

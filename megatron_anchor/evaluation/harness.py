@@ -1,0 +1,160 @@
+"""RULER by lm-evaluation-harness: its own tasks, prompts and scores.
+
+Its tasks make their prompts themselves. Those with essays or questions download these, which needs
+a network; `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `vt` and `fwe` do not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.evaluation.models import Placement
+
+INSTALL = 'pip install "lm-eval[ruler]"'
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+"""Those that the harness' tasks have a metric for."""
+
+PROMPTS = 500
+"""Samples that a task makes for each length; their numbers run on from length to length."""
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "vt": ("ruler_vt",),
+    "cwe": ("ruler_cwe",),
+    "fwe": ("ruler_fwe",),
+    "qa": ("ruler_qa_squad", "ruler_qa_hotpot"),
+}
+"""Our names to the harness' where they differ."""
+
+DOWNLOADS = (
+    *("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery"),
+    *("ruler_qa_squad", "ruler_qa_hotpot"),
+)
+"""The harness' tasks that need a network."""
+
+
+@dataclass(frozen=True)
+class HarnessJob:
+    """What is asked of the harness for one checkpoint."""
+
+    folder: Path
+    tokenizer: Path
+    lengths: Sequence[int]
+    num_samples: int
+    seed: int
+    batch_size: int
+    placement: Placement
+    """A resolved one."""
+
+    def model_arguments(self) -> dict[str, Any]:
+        """Arguments of the harness' ``HFLM``."""
+        return {
+            "pretrained": str(self.folder),
+            "tokenizer": str(self.tokenizer),
+            "dtype": self.placement.dtype,
+            "attn_implementation": self.placement.attention,
+            "max_length": max(self.lengths),
+            "batch_size": self.batch_size,
+            "device": self.placement.device,
+        }
+
+    def task_arguments(self, task: str) -> dict[str, Any]:
+        """Arguments of ``simple_evaluate`` for one of the harness' tasks."""
+        numbers = [
+            place * PROMPTS + index
+            for place in range(len(self.lengths))
+            for index in range(self.num_samples)
+        ]
+        seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+        return {
+            "tasks": [task],
+            "samples": {task: numbers},
+            "metadata": {
+                "pretrained": str(self.folder),
+                "tokenizer": str(self.tokenizer),
+                "max_seq_lengths": list(self.lengths),
+            },
+            "batch_size": self.batch_size,
+            "device": self.placement.device,
+            "log_samples": True,
+            "bootstrap_iters": 0,
+            **dict.fromkeys(seeds, self.seed),
+        }
+
+
+def harness_names(tasks: Sequence[str]) -> list[str]:
+    """Give the harness' names of our tasks."""
+    return [name for task in tasks for name in NAMES.get(task, (task,))]
+
+
+def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
+    """Check that the harness is there and can do what is asked.
+
+    Raises:
+        EvaluationError: saying what to install or to change.
+    """
+    others = [length for length in lengths if length not in LENGTHS]
+    if others:
+        raise EvaluationError(
+            f"--seq-lengths {others[0]}: the harness' ruler tasks have scores for "
+            f"{', '.join(map(str, LENGTHS))} alone; --engine hf takes any length"
+        )
+    if num_samples > PROMPTS:
+        raise EvaluationError(
+            f"--num-samples {num_samples}: the harness' ruler tasks have {PROMPTS} for each length"
+        )
+    try:
+        import lm_eval  # noqa: F401
+        import nltk  # noqa: F401
+        import wonderwords  # noqa: F401
+    except ImportError as error:
+        raise EvaluationError(f"--engine lm-eval: {error}; {INSTALL}") from error
+
+
+def load_harness_model(job: HarnessJob) -> Any:
+    """Load the model as the harness does.
+
+    Raises:
+        EvaluationError: if it does not load.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    try:
+        return HFLM(**job.model_arguments())
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise EvaluationError(f"{job.folder} does not load in lm-eval: {error}") from error
+
+
+def run_harness(model: Any, job: HarnessJob, task: str) -> Iterator[dict[str, Any]]:
+    """Run one of the harness' tasks at all lengths; yield a record for each sample.
+
+    Raises:
+        EvaluationError: if the task fails, as without a network.
+    """
+    from lm_eval import simple_evaluate
+
+    try:
+        results = simple_evaluate(model=model, **job.task_arguments(task))
+    except Exception as error:  # of the harness, of datasets, of urllib ...
+        logging.getLogger(__name__).debug("lm-eval", exc_info=True)
+        hint = " (it downloads its texts, which needs a network)" if task in DOWNLOADS else ""
+        raise EvaluationError(
+            f"lm-eval's task {task} failed{hint}: {type(error).__name__}: {error}"
+        ) from error
+    assert results is not None
+    for found in results["samples"][task]:
+        length = int(found["doc"]["max_length"])
+        yield {
+            "kind": "sample",
+            "task": task,
+            "length": length,
+            "index": int(found["doc_id"]) % PROMPTS,
+            "depth": None,
+            "answers": list(found["doc"]["outputs"]),
+            "prediction": str(found["filtered_resps"][0]),
+            "score": float(found[str(length)]),
+        }

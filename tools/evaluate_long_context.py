@@ -1,0 +1,11 @@
+"""Ask models questions about long texts (RULER), and compare runs; see docs/evaluation.md."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_anchor.evaluation.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
