@@ -1,0 +1,243 @@
+"""Scores, averages over checkpoints, records that survive a crash, questions from files."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_anchor.evaluation.checkpoints import Checkpoint, find_checkpoints
+from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.evaluation.evaluate import Evaluated
+from megatron_anchor.evaluation.pictures import draw_all
+from megatron_anchor.evaluation.question_files import read_questions
+from megatron_anchor.evaluation.records import Records
+from megatron_anchor.evaluation.report import as_markdown
+from megatron_anchor.evaluation.scoring import any_found, share_found
+from megatron_anchor.evaluation.summary import MEAN, read_results, summarize, write_results
+
+TEXT = st.text("abcxyzABCXYZ019", min_size=1, max_size=8)
+
+
+@settings(max_examples=50)
+@given(answers=st.lists(TEXT, min_size=1, max_size=5), before=TEXT, after=TEXT)
+def test_right_answers_are_found_and_wrong_ones_are_not(answers, before, after):
+    told = f"{before} {', '.join(answers)} {after}"
+    assert share_found(told, answers) == share_found(told.upper(), answers) == 1
+    assert any_found(f"{before} {answers[-1]}.", answers) == 1
+    assert share_found("-", answers) == any_found("-", answers) == 0
+
+
+def test_scores_are_shares_of_the_answers_as_in_ruler():
+    assert share_found(" 1234567 and 7654321.", ["1234567", "7654321", "1111111", "2222222"]) == 0.5
+    assert any_found("It is Paris, I think", ["London", "PARIS"]) == 1
+    assert share_found(" 1234568", ["1234567"]) == 0
+    assert share_found("a\x00b", ["ab"]) == 0  # control characters part words
+
+
+def evaluated(name, scores, *, label="g", seed=42, lengths=(4096, 8192), nats=(), depths=()):
+    """Results of a checkpoint: `scores` by task, then length, a list."""
+    settings = {
+        **{"tasks": list(scores), "seq_lengths": list(lengths), "seed": seed, "engine": "hf"},
+        **{"num_samples": 2, "depths": list(depths), "texts": ["t"] if nats else []},
+    }
+    records = {}
+    for task, rows in scores.items():
+        for length, found in zip(lengths, rows, strict=True):
+            for index, score in enumerate(found):
+                depth = depths[index % len(depths)] if depths else None
+                fields = {"task": task, "length": length, "index": index, "depth": depth}
+                records["sample", task, length, index] = {
+                    **{"kind": "sample", "score": score},
+                    **fields,
+                }
+    for number, sums in enumerate(nats):
+        record = {"text": "t", "window": number, "nats": sums, "tokens": [1, 2, 4][: len(sums)]}
+        records["window", "t", number] = {"kind": "window", **record}
+    return Evaluated(Checkpoint(label, name, Path(name)), settings, records)
+
+
+def test_checkpoints_are_averaged_with_their_spread():
+    one = evaluated("a", {"vt": [[1.0, 0.0], [0.2, 0.2]], "cwe": [[1, 1], [0, 0]]})
+    two = evaluated("b", {"vt": [[1.0, 1.0], [0.0, 0.0]], "cwe": [[0, 1], [0, 0]]})
+    group = summarize([one, two])["groups"]["g"]
+    cell = group["scores"]["vt"]["4096"]
+    assert cell["checkpoints"] == [50, 100]
+    assert (cell["mean"], cell["min"], cell["max"]) == (75, 50, 100)
+    assert cell["std"] == pytest.approx(statistics.stdev([50, 100]))
+    assert group["mean"]["4096"]["checkpoints"] == [75, 75]
+    assert group["mean"]["8192"]["checkpoints"] == [10, 0]
+    told = as_markdown(summarize([one, two]))
+    assert "75.0 +- 35.4 (50.0 to 100.0)" in told
+    assert MEAN in told
+
+
+def test_one_checkpoint_has_the_error_of_its_samples_and_no_spread():
+    group = summarize([evaluated("a", {"vt": [[1.0, 0.0], [1, 1]]})])["groups"]["g"]
+    cell = group["scores"]["vt"]["4096"]
+    assert cell["std"] is None
+    assert cell["stderr"] == pytest.approx(statistics.stdev([100, 0]) / 2**0.5)
+
+
+def test_perplexity_is_the_mean_over_tokens_of_all_windows():
+    group = summarize([evaluated("a", {}, nats=[[3.0, 2.0, 4.0], [1.0, 2.0]])])["groups"]["g"]
+    rows = group["perplexity"]
+    assert [row["from"] for row in rows] == [1, 2, 4, 1]
+    assert [row["loss"]["mean"] for row in rows[:3]] == [2.0, 1.0, 1.0]
+    assert rows[-1]["loss"]["mean"] == pytest.approx(12 / 10)
+    assert rows[-1]["tokens"] == 10
+
+
+def test_saved_results_of_two_runs_stand_on_the_same_axes(tmp_path):
+    full = {"vt": [[0.5, 0.5], [0, 0]], "cwe": [[1, 1], [0, 1]]}
+    more = {"vt": [[1, 1], [0.5, 1]], "cwe": [[1, 1], [1, 1]]}
+    for name, scores, seed in (("a", full, 1), ("b", more, 2)):
+        (tmp_path / name).mkdir()
+        found = evaluated(name, scores, seed=seed, nats=[[1.0, 2.0]], depths=[0.0, 1.0])
+        write_results(tmp_path / name / "results.json", summarize([found]))
+    given = [("full", tmp_path / "a"), ("anchor", tmp_path / "b")]
+    results = read_results(given)
+    assert list(results["groups"]) == ["full", "anchor"]
+    told = as_markdown(results)
+    assert "anchor - full" in told
+    assert "+75.0" in told
+    assert "not asked the same: seed is 1 and 2" in told
+    assert "misleads" in told
+    pictures = draw_all(tmp_path, results)
+    assert {p.name for p in pictures} == {
+        *("heatmap.png", "curves.png", "depths.png", "perplexity.png")
+    }
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(EvaluationError, match="LABEL=DIR"):
+        read_results([(None, tmp_path / "a"), (None, tmp_path / "b")])
+    (tmp_path / "a/results.json").write_text('{"groups": {"g": {"scores": {}}}}')
+    with pytest.raises(EvaluationError, match=r"results\.json is damaged"):
+        read_results(given)
+
+
+SAMPLE = {"kind": "sample", "task": "vt", "length": 4096, "index": 0, "score": 1.0}
+
+
+def test_finished_samples_survive_a_kill_in_the_middle_of_a_line(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with Records(path, {"seed": 1}, resume=True) as records:
+        records.add([SAMPLE, {**SAMPLE, "index": 1}])
+    whole = path.read_bytes()
+    for cut in range(1, len(whole) - whole.rfind(b"\n", 0, -1)):
+        path.write_bytes(whole[:-cut])
+        with Records(path, {"seed": 1}, resume=True) as records:
+            kept = list(records.found)
+            assert kept == [("sample", "vt", 4096, 0)]
+            records.add([{**SAMPLE, "index": 1}])
+        assert path.read_bytes() == whole
+
+
+def test_results_of_other_settings_are_refused_with_what_differs(tmp_path):
+    path = tmp_path / "r.jsonl"
+    Records(path, {"seed": 1, "seq_lengths": [4096]}, resume=True).__exit__(None, None, None)
+    with pytest.raises(EvaluationError, match=r"seed 1 -> 2; seq_lengths \[4096\] -> \[8192\]"):
+        Records(path, {"seed": 2, "seq_lengths": [8192]}, resume=True)
+    with Records(path, {"seed": 1, "seq_lengths": [4096]}, resume=False) as records:
+        records.add([SAMPLE])
+        with pytest.raises(EvaluationError, match="being written by another"):
+            Records(path, {"seed": 1, "seq_lengths": [4096]}, resume=True)
+    with pytest.raises(EvaluationError, match=r"--no-resume: .* has 1 results"):
+        Records(path, {"seed": 1, "seq_lengths": [4096]}, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [(b"{torn", "Expecting"), (b"[1]", "an object"), (b'{"kind": "sample"}', "no result")],
+)
+def test_a_damaged_line_is_named(tmp_path, line, what):
+    path = tmp_path / "r.jsonl"
+    with Records(path, {}, resume=True) as records:
+        records.add([SAMPLE])
+    path.write_bytes(path.read_bytes() + line + b"\n" + json.dumps(SAMPLE).encode() + b"\n")
+    with pytest.raises(EvaluationError, match=rf"r\.jsonl, line 3: damaged \(.*{what}"):
+        Records(path, {}, resume=True)
+
+
+SQUAD = {
+    "data": [
+        {
+            "paragraphs": [
+                {
+                    "context": f"Place {i}\n is big.",
+                    "qas": [
+                        {"question": "Where?", "answers": [{"text": "there"}, {"text": "there"}]},
+                        {"question": "Why?", "answers": [], "is_impossible": True},
+                    ],
+                }
+                for i in range(2)
+            ]
+        }
+    ]
+}
+HOTPOT = [
+    {"question": "Who?", "answer": "she", "context": [[f"T{i}", ["One. ", "Two."]], ["U", ["3"]]]}
+    for i in range(2)
+]
+LINES = [{"question": "Who?", "answers": ["a", "b"], "documents": [f"d{i}"]} for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "answers", "documents"),
+    [
+        (json.dumps(SQUAD), ("there",), ("Place 0 is big.",)),
+        (json.dumps(HOTPOT), ("she",), ("T0: One. Two.", "U: 3")),
+        ("\n".join(map(json.dumps, LINES)), ("a", "b"), ("d0",)),
+    ],
+)
+def test_questions_are_read_from_three_kinds_of_files(tmp_path, content, answers, documents):
+    (tmp_path / "q").write_text(content)
+    first, *others = read_questions(tmp_path / "q")
+    assert (first.answers, first.documents) == (answers, documents)
+    assert len(others) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ('{"question": "a", "answer": "b", "context": "c"}\n{"question"', "line 2: no JSON"),
+        ('{"question": "a", "answers": [], "context": "c"}\n{}', r"line 1: answers is \[\]"),
+        ("[1, 2]", "AttributeError|TypeError"),
+        ('{"data": [{"paragraphs": 3}]}', "TypeError"),
+        ('{"question": "a", "answer": "b", "context": "c"}', "at least two"),
+        ("", "0 question"),
+    ],
+)
+def test_a_bad_question_file_is_refused_with_the_place(tmp_path, content, what):
+    (tmp_path / "q").write_text(content)
+    with pytest.raises(EvaluationError, match=f"--qa-file .*({what})"):
+        read_questions(tmp_path / "q")
+
+
+def test_checkpoints_have_labels_and_names_of_their_own(tmp_path):
+    for path in ("run/a", "other/a", "run/b"):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "config.json").write_text("{}")
+    (tmp_path / "meg/iter_0000500").mkdir(parents=True)
+    (tmp_path / "meg/iter_0000500/metadata.json").write_text("{}")
+    (tmp_path / "meg/latest_checkpointed_iteration.txt").write_text("500")
+    run = tmp_path / "run"
+    found = find_checkpoints([f"{run}/a", f"{run}/b"])
+    assert [(c.label, c.name) for c in found] == [("run", "a"), ("run", "b")]
+    found = find_checkpoints([f"x={run}/a", f"y={tmp_path}/other/a", f"y={tmp_path}/meg"])
+    assert [c.label for c in found] == ["x", "y", "y"]
+    assert [c.name for c in found][:2] == ["run-a", "other-a"]
+    assert found[2].name.endswith("meg-iter_0000500")
+    assert [c.is_megatron for c in found] == [False, False, True]
+    for words, what in (
+        ([f"{run}/c"], "no such folder"),
+        ([str(run)], "neither a Hugging Face model"),
+        ([f"{run}/a", f"{run}/../run/a"], "twice"),
+        ([f"/=={run}/a"], "a label has letters"),
+    ):
+        with pytest.raises(EvaluationError, match=what):
+            find_checkpoints(words)
