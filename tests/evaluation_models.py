@@ -48,7 +48,7 @@ def _save(tokenizer, folder, *, bos):
     return folder
 
 
-def tiny_model(folder, *, seed: int = 0, positions: int = 2048):
+def tiny_model(folder, *, seed: int = 0, positions: int = 2048, layers: int = 2):
     """A random Llama in float32 that says something else to every prompt, with bytes as tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,7 +58,7 @@ def tiny_model(folder, *, seed: int = 0, positions: int = 2048):
         vocab_size=264,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=positions,

@@ -25,7 +25,7 @@ def models(tmp_path_factory):
     """Two tiny models, and a Megatron checkpoint of the second."""
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate("ab"):
-        tiny_model(folder / name, seed=seed)
+        tiny_model(folder / name, seed=seed, layers=1)
     convert_to_megatron(folder / "b", folder / "run", progress=False)
     return folder
 
@@ -104,7 +104,8 @@ def test_batch_size_and_other_tasks_change_nothing(done, models, tmp_path, capsy
 
 
 def test_saved_results_are_drawn_side_by_side(done, models, tmp_path, capsys):
-    run(capsys, "--checkpoints", models / "a", *SMALL, "--output-dir", tmp_path / "a")
+    words = ("--tasks", "vt", "--seq-lengths", 1100, "--num-samples", 1)
+    run(capsys, "--checkpoints", models / "a", *words, "--output-dir", tmp_path / "a")
     given = [f"first={tmp_path}/a", f"second={done}/both"]
     told = run(capsys, "--plot", *given, "--output-dir", tmp_path / "plot")
     assert "### first against second full against second anchor" in told

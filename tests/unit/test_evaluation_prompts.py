@@ -61,7 +61,7 @@ def least(material, name):
     return int(re.search(r"at least (\d+) tokens", str(error.value)).group(1))
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     tokenizer=st.sampled_from(TOKENIZERS),
     name=st.sampled_from(list(TASKS)),
@@ -92,7 +92,7 @@ def test_short_prompts_fit_too_and_the_least_length_is_told(material, tokenizer,
         check_length(given, name, length=shortest - 100, samples=3, seed=0)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     tokenizer=st.sampled_from(TOKENIZERS),
     name=st.sampled_from(NEEDLE_TASKS),
@@ -118,7 +118,7 @@ def test_every_needle_is_there_once_and_the_question_asks_for_it(
         assert len(values) > 15  # nothing but needles
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     tokenizer=st.sampled_from(TOKENIZERS),
     name=st.sampled_from(ONE_NEEDLE),
