@@ -70,7 +70,7 @@ def draw_depths(path: Path, groups: Mapping[str, Group]) -> None:
     grids = {
         label: _grid([rows.get(d, {}) for d in depths], lengths) for label, rows in some.items()
     }
-    _draw_grids(path, grids, [f"{d} %" for d in depths], lengths, "score, % (rows: depth)")
+    _draw_grids(path, grids, [f"{d} %" for d in depths], lengths, "score, %", "depth of the needle")
 
 
 def _grid(rows: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> np.ndarray:
@@ -86,6 +86,7 @@ def _draw_grids(
     rows: Sequence[str],
     lengths: Sequence[int],
     meaning: str,
+    rows_are: str = "",
 ) -> None:
     labels = list(grids)
     compares = len(labels) == 2
@@ -99,13 +100,16 @@ def _draw_grids(
     figure.colorbar(image, ax=axes[: len(labels)].tolist(), label=meaning, shrink=0.9)
     if compares:
         first, second = (grids[label] for label in labels)
-        image = _draw_grid(axes[-1], second - first, "PuOr", (-100, 100), "{:+.0f}")
+        more = second - first
+        most = max(10.0, float(np.nanmax(np.abs(more), initial=0)))  # noise stays pale
+        image = _draw_grid(axes[-1], more, "PuOr", (-most, most), "{:+.0f}")
         axes[-1].set_title(f"{labels[1]} - {labels[0]}", fontsize=10)
         figure.colorbar(image, ax=axes[-1], label="points", shrink=0.9)
     for panel in axes:
         panel.set_xticks(range(len(lengths)), [short_length(n) for n in lengths])
         panel.set_xlabel("length (tokens)")
     axes[0].set_yticks(range(len(rows)), rows)
+    axes[0].set_ylabel(rows_are)
     figure.savefig(path, dpi=120, format="png")
 
 
