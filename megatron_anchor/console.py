@@ -84,6 +84,16 @@ COMMANDS = {
         f"{_CHECKPOINT}.cli_verify:main",
         f"{_CHECKPOINT}.cli:run",
     ),
+    "measure-drift": Command(
+        "how far positions in low precision move the attention",
+        "measure_rope_drift.py",
+        "megatron_anchor.precision.cli:main",
+    ),
+    "evaluate": Command(
+        "ask models questions about long texts, and compare runs",
+        "evaluate_long_context.py",
+        "megatron_anchor.evaluation.cli:main",
+    ),
 }
 """Name, as it is typed, to what it does and where."""
 
