@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_anchor.attention.masks import dense_mask, document_of_slot
-from megatron_anchor.packing.layout import positions
+from megatron_anchor.packing.layout import positions, segment_borders
 from megatron_anchor.packing.patterns import ATTENTION_PATTERNS
 
 TOKENS = ["a", "11", "12", "13", "E", "a", "21", "22", "E", "a", "31", "32"]
@@ -42,16 +42,19 @@ def main() -> None:
 
 
 def draw_patterns(path: Path) -> None:
-    """The four attention patterns over one and the same token buffer."""
-    figure, panels = _figure(len(ATTENTION_PATTERNS), columns=2)
-    for axes, pattern in zip(panels, ATTENTION_PATTERNS, strict=True):
+    """The attention patterns over one and the same token buffer."""
+    figure, panels = _figure(len(ATTENTION_PATTERNS), columns=3)
+    for axes in panels[len(ATTENTION_PATTERNS) :]:
+        axes.axis("off")
+    for axes, pattern in zip(panels, ATTENTION_PATTERNS, strict=False):
         slots = len(TOKENS)
         full = pattern == "full"
         borders = np.array([0, slots]) if full else BORDERS
         position_S = (
             np.arange(slots) if full else positions(BORDERS, slots, attention_pattern=pattern)
         )
-        _draw(axes, dense_mask(borders), borders, TOKENS, position_S)
+        segments = segment_borders(borders, attention_pattern=pattern)
+        _draw(axes, dense_mask(segments), borders, TOKENS, position_S)
         axes.set_title(f"--attention-pattern {pattern}", family="monospace", fontsize=10)
     figure.savefig(path, dpi=110)
 

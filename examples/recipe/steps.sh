@@ -129,6 +129,7 @@ step_evaluate() { # the mean over the last checkpoints: single ones scatter (the
     [[ -z $PERPLEXITY_TEXT ]] || perplexity=(--perplexity --text "$PERPLEXITY_TEXT")
     run "$PYTHON" "$ROOT/tools/evaluate_long_context.py" --checkpoints "${checkpoints[@]}" \
         --tasks "$RULER_TASKS" --seq-lengths "${lengths[@]}" --num-samples "$NUM_SAMPLES" --seed 42 \
-        --batch-size 1 --output-dir "$WORK/results/$ARM" "${perplexity[@]}" \
+        --first-token "$ANCHOR_TOKEN" --batch-size 1 --output-dir "$WORK/results/$ARM" \
+        "${perplexity[@]}" \
         "${more[@]}"
 }

@@ -12,7 +12,7 @@ from tests.documentation import PAGES, ROOT, commands, flags, page_id, shell_com
 OF_OTHERS = {
     *("--nproc-per-node", "--standalone", "--master-port"),  # torchrun
     *("--no-deps", "--its", "--arguments"),  # pip; stand-ins of a user's own
-    *("--all-files", "--signoff"),  # pre-commit, git
+    *("--all-files", "--signoff", "--kill-on-bad-exit"),  # pre-commit, git, srun
 }
 """Flags in the running text that belong to other programs."""
 
