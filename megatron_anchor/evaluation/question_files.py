@@ -54,7 +54,7 @@ def read_questions(path: str | Path) -> list[Question]:
 def _whole(path: Path, whole: Any) -> Iterator[Question]:
     try:
         if isinstance(whole, dict) and "data" in whole:
-            yield from _squad(whole)
+            yield from _squad(whole, path)
         elif isinstance(whole, list):
             for number, entry in enumerate(whole):
                 yield _hotpot(entry, f"{path}, entry {number}")
@@ -66,20 +66,24 @@ def _whole(path: Path, whole: Any) -> Iterator[Question]:
         ) from error
 
 
-def _squad(whole: dict[str, Any]) -> Iterator[Question]:
+def _squad(whole: dict[str, Any], path: Path) -> Iterator[Question]:
     for article in whole["data"]:
         for paragraph in article["paragraphs"]:
             for asked in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
-                if answers and not asked.get("is_impossible"):
-                    yield Question(asked["question"], answers, (_line(paragraph["context"]),))
+                if asked["answers"] and not asked.get("is_impossible"):
+                    entry = {
+                        "question": asked["question"],
+                        "answers": list(dict.fromkeys(a["text"] for a in asked["answers"])),
+                        "documents": paragraph["context"],
+                    }
+                    yield _entry(entry, f"{path}, question {asked.get('id', asked['question'])!r}")
 
 
 def _hotpot(entry: dict[str, Any], place: str) -> Question:
     if isinstance(entry, dict) and "context" not in entry:
         return _entry(entry, place)
-    documents = tuple(_line(f"{title}: {''.join(told)}") for title, told in entry["context"])
-    return Question(entry["question"], (entry["answer"],), documents)
+    documents = [f"{title}: {''.join(told)}" for title, told in entry["context"]]
+    return _entry({**entry, "documents": documents}, place)
 
 
 def _lines(path: Path, content: str) -> Iterator[Question]:
@@ -104,7 +108,7 @@ def _entry(entry: Any, place: str) -> Question:
 
 
 def _texts(entry: dict[str, Any], place: str, *names: str) -> list[str]:
-    """A text, or a list of them, under one of the names."""
+    """A text, or a list of them, under one of the names; an empty answer would be in any answer."""
     name = next((name for name in names if name in entry), names[0])
     given = entry.get(name)
     values: Any = [given] if isinstance(given, str) else given

@@ -209,6 +209,18 @@ def test_questions_are_read_from_three_kinds_of_files(tmp_path, content, answers
         ("[1, 2]", "AttributeError|TypeError"),
         ('{"data": [{"paragraphs": 3}]}', "TypeError"),
         ('{"question": "a", "answer": "b", "context": "c"}', "at least two"),
+        (
+            '[{"question": "a", "answer": "", "context": [["t", ["x"]]]}]',
+            r"entry 0: answer is ''",
+        ),
+        (
+            '[{"question": "a", "answer": 7, "context": [["t", ["x"]]]}]',
+            "entry 0: answer is 7",
+        ),
+        (
+            json.dumps(SQUAD).replace('"there"', '" "'),
+            r"question .*: answers is \[' '",
+        ),
         ("", "0 question"),
     ],
 )
