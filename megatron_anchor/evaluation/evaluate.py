@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,9 @@ class _Ready:
         }
 
     def check(self, checked: set[str]) -> None:
-        """Check lengths, once for each tokenizer."""
+        """Check texts, and lengths once for each tokenizer."""
         asked = self.asked
+        assert self.windows or not asked.texts
         note = check_positions(self.folder, asked.seq_lengths, allow_longer=asked.allow_longer)
         if note:
             logger.warning(note)
@@ -155,13 +157,12 @@ class _Ready:
                 for length in self.asked.seq_lengths
                 for index in range(self.asked.num_samples)
             ]
-            windows = list(self._windows())
             done = {key_of(record) for record in records.found.values()}
             todo = [key for key in keys if key not in done]
-            unread = [w for w in windows if ("window", w.text, w.number) not in done]
+            unread = [w for w in self.windows if ("window", w.text, w.number) not in done]
             with tqdm(
-                total=len(keys) + len(windows),
-                initial=len(keys) - len(todo) + len(windows) - len(unread),
+                total=len(keys) + len(self.windows),
+                initial=len(keys) - len(todo) + len(self.windows) - len(unread),
                 desc=self.checkpoint.name,
                 unit="sample",
                 disable=not self.asked.progress,
@@ -172,13 +173,16 @@ class _Ready:
                         bar.update(len(finished))
             return Evaluated(self.checkpoint, self.settings, dict(records.found))
 
-    def _windows(self) -> Iterable[perplexity.Window]:
-        return perplexity.windows(
+    @functools.cached_property
+    def windows(self) -> list[perplexity.Window]:
+        """What is predicted."""
+        found = perplexity.windows(
             self.asked.texts,
             self.tokenizer,
             length=max(self.asked.seq_lengths),
             most=self.asked.num_samples,
         )
+        return list(found)
 
     def _work(
         self, todo: Sequence[Key], unread: Sequence[perplexity.Window]

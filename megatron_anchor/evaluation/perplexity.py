@@ -59,7 +59,7 @@ def read_texts(patterns: Sequence[str]) -> list[Text]:
         if not files:
             raise EvaluationError(f"--text {pattern}: no such file")
         paths.update(dict.fromkeys(files))
-    texts = []
+    texts: dict[str, Text] = {}  # by content: a copy under another name would count twice
     for path in paths:
         try:
             content = Path(path).read_text(encoding="utf-8")
@@ -67,8 +67,8 @@ def read_texts(patterns: Sequence[str]) -> list[Text]:
             raise EvaluationError(f"--text {path}: {error}") from error
         if not content.strip():
             raise EvaluationError(f"--text {path} is empty")
-        texts.append(Text(path, content))
-    return texts
+        texts.setdefault(content, Text(path, content))
+    return list(texts.values())
 
 
 def windows(
@@ -81,9 +81,22 @@ def windows(
         tokenizer: of the model.
         length: tokens of a window, the first token included; the last of a text may be shorter.
         most: windows in all.
+
+    Raises:
+        EvaluationError: for a length or a text with nothing to predict.
     """
     room = length - len(tokenizer.first)
+    if texts and room < 1:
+        raise EvaluationError(
+            f"--seq-lengths {length}: no room for text behind the first tokens {tokenizer.first}"
+        )
     encoded = [(text, tokenizer.encode_text(text.content)) for text in texts]
+    for text, ids in encoded:
+        if len(tokenizer.first) + len(ids) < 2:
+            raise EvaluationError(
+                f"--text {text.path} has {len(ids)} token(s) and none before them: there is "
+                "nothing to predict; give a longer text"
+            )
     made, number = 0, 0
     while any(len(ids) > number * room for _, ids in encoded):
         for text, ids in encoded:

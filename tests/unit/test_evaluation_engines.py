@@ -131,6 +131,21 @@ def test_empty_and_missing_texts_are_refused(tmp_path):
         read_texts([f"{tmp_path}/*.md"])
 
 
+def test_texts_and_lengths_with_nothing_to_predict_are_refused(loaded):
+    _, tokenizer = loaded
+    with pytest.raises(EvaluationError, match=r"--seq-lengths 1: no room"):
+        list(windows([Text("a", "abc")], tokenizer, length=1, most=1))
+    tokenizer = PromptTokenizer(loaded[1].library.name_or_path, first_token="none")
+    with pytest.raises(EvaluationError, match=r"--text b has 1 token"):
+        list(windows([Text("a", "abc"), Text("b", "b")], tokenizer, length=8, most=1))
+
+
+def test_a_text_given_twice_counts_once(tmp_path):
+    for name, content in (("a", "one"), ("b", "two"), ("c", "one")):
+        (tmp_path / name).write_text(content)
+    assert [text.content for text in read_texts([f"{tmp_path}/*"])] == ["one", "two"]
+
+
 def test_lengths_beyond_the_model_are_refused_or_noted(folder):
     assert check_positions(folder, [2048], allow_longer=False) is None
     with pytest.raises(EvaluationError, match=r"2048 positions .* 4096; .*--allow-longer"):
