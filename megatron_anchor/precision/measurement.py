@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.precision.arms import Arm
-from megatron_anchor.precision.difference import LayerDifference, compare_layer, seeing_rows
+from megatron_anchor.precision.difference import LayerDifference, compare_layer
 from megatron_anchor.precision.far import FirstTokenProbe
 from megatron_anchor.precision.models import LayeredModel
 from megatron_anchor.precision.products import Float32Products
@@ -50,8 +50,7 @@ class Drift:
     """Mean weight of the first key under the reference shift."""
     by_key_CS: np.ndarray
     first_logit_CS: np.ndarray
-    """Sum over layers and heads of |difference of the first key's logit|, by row."""
-    window: int | None = None
+    """D_logit of the texts' first 1, 2, ... S tokens."""
 
     @property
     def totals(self) -> np.ndarray:
@@ -68,8 +67,7 @@ class Drift:
 
         No row depends on a later one, so this is what the shorter text itself would give.
         """
-        rows = float(seeing_rows(length, window=self.window)[0])
-        return self.first_logit_CS[:, :length].sum(1) / rows
+        return self.first_logit_CS[:, length - 1]
 
 
 class _Sums:
@@ -83,15 +81,18 @@ class _Sums:
         self.by_key_CS = np.zeros((compared, length))
         self.first_logit_CS = np.zeros_like(self.by_key_CS)
 
-    def add(self, found: LayerDifference, *, text: int, layer: int) -> None:
-        """Add one layer of one text."""
+    def add(
+        self, found: LayerDifference, *, text: int, layer: int, window: int | None = None
+    ) -> None:
+        """Add one layer of one text; layers of one model may have different windows."""
         by_key_CHS = found.by_key_CHS.cpu().numpy()
         self.by_text_TC[text] += by_key_CHS.sum((1, 2))
         self.by_head_CLH[:, layer] += by_key_CHS.sum(2)
         self.first_key_CLH[:, layer] += by_key_CHS[:, :, 0]
         self.first_weight_LH[layer] += found.first_weight_H.cpu().numpy()
         self.by_key_CS += by_key_CHS.sum(1)
-        self.first_logit_CS += found.first_logit_CHS.sum(1).cpu().numpy()
+        seeing_S = np.arange(1, by_key_CHS.shape[2] + 1).clip(max=window)
+        self.first_logit_CS += found.first_logit_CHS.sum(1).cumsum(-1).cpu().numpy() / seeing_S
 
     def means(self) -> dict[str, np.ndarray]:
         """Give the fields of `Drift`: means over texts, but for D of each."""
@@ -162,7 +163,7 @@ def measure(
                     if probe is not None:
                         probe.add(q[0], k[0], scale=scale)
                     found = compare(q, k, v, scale, window)
-                    sums.add(found, text=text, layer=layer)
+                    sums.add(found, text=text, layer=layer, window=window)
                     return found.context_bSHD
 
                 hidden_BSE = model.layer(layer, hidden_BSE, attend)
@@ -172,6 +173,5 @@ def measure(
         states=states,
         shifts=tuple(shifts),
         reference_shift=reference_shift,
-        window=model.source.window,
         **sums.means(),
     )

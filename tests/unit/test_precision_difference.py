@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_anchor.attention.rope import cos_and_sin
+from megatron_anchor.precision import measurement
 from megatron_anchor.precision.arms import ARMS, Arm
 from megatron_anchor.precision.difference import compare_layer
 from megatron_anchor.precision.measurement import measure
@@ -136,6 +137,42 @@ def test_every_way_to_look_at_d_adds_up_to_it(llama, text):
     assert drift.by_head_CLH.sum((1, 2)) == pytest.approx(drift.totals)
     assert drift.by_key_CS.sum(1) == pytest.approx(drift.totals)
     assert drift.first_key_CLH.sum((1, 2)) == pytest.approx(drift.by_key_CS[:, 0])
+
+
+def test_every_layer_counts_the_rows_of_its_own_window(tmp_path, text):
+    """Qwen2 may have windows in its later layers only; D_logit's mean is over the rows that see."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    window, heads = 8, 2
+    config = Qwen2Config(
+        **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16},
+        **{"num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads},
+        **{"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1},
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    model = LayeredModel(open_folder(tmp_path), COARSE, seed=0, device="cpu")
+    options = {"shifts": SHIFTS[:1], "reference_shift": SHIFT2, "states": "shared"}
+    rows = _rows_of_first_logit(model, text, options)
+    drift = measure(model, COARSE, [text], **options)
+    for length in (window // 2, window, LENGTH):
+        expected = rows[0][:length].sum() / length + rows[1][:length].sum() / min(length, window)
+        assert drift.first_logit_up_to(length)[0] == pytest.approx(float(expected))
+    assert rows[0][window:].min() > 0 == rows[1][window:].max()
+
+
+def _rows_of_first_logit(model, text, options):
+    """Per layer, the first key's logit differences by row."""
+    found = []
+    original = measurement.compare_layer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            measurement,
+            "compare_layer",
+            lambda *args, **named: found.append(original(*args, **named)) or found[-1],
+        )
+        measure(model, COARSE, [text], **options)
+    return [layer.first_logit_CHS.sum(1)[0] for layer in found]
 
 
 @pytest.mark.parametrize("states", ["end-to-end", "shared"])
