@@ -101,6 +101,11 @@ def check_writable(prefix: str) -> None:
     Raises:
         PrecisionError: if they cannot.
     """
+    if prefix.endswith(("/", os.sep)) or Path(prefix).is_dir():
+        raise PrecisionError(
+            f"--out {prefix} names a folder, expected the beginning of file names, as in "
+            f"{Path(prefix) / 'drift'}"
+        )
     folder = Path(prefix).resolve().parent
     try:
         with TemporaryFile(dir=folder):

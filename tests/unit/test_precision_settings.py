@@ -179,6 +179,8 @@ def test_flags_that_do_not_belong_together_and_missing_places(folder, tmp_path, 
     said = refused(capsys, "--hf", folder, "--out", tmp_path / "no/x")
     assert "no/x" in said
     assert "No such file or directory" in said
+    for place in (f"{tmp_path}/new/", tmp_path):
+        assert "names a folder" in refused(capsys, "--hf", folder, "--out", place)
     assert "--device quantum" in refused(capsys, "--hf", folder, "--device", "quantum")
 
 
