@@ -112,6 +112,9 @@ is `python -m megatron_anchor.pretrain_gpt` under torchrun; without a GPU put
 `-m megatron_anchor.on_cpu` before it."""
 
 
+_TRAINING = ("train", "training", "pretrain", "pretrain_gpt", "pretrain-gpt")
+
+
 def help_text() -> str:
     """The table for people, with a worked example."""
     width = max(map(len, COMMANDS))
@@ -131,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The command's exit code; 2 with a message when there is no such command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0 if words else 2
     if words[0] == "--version":
@@ -160,8 +163,11 @@ def _no_such_command(words: Sequence[str]) -> int:
         rows = [f"  megatron-anchor {name} --help" for name in group]
         print("\n".join([f"{words[0]} is one of", *rows]))
         return 0 if words[1:] else 2
-    near = difflib.get_close_matches(asked, COMMANDS, n=1)
+    groups = {name.split()[0] for name in COMMANDS}
+    near = difflib.get_close_matches(asked, [*COMMANDS, *groups], n=1)
     remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+    if asked in _TRAINING:
+        remedy = "training is `torchrun -m megatron_anchor.pretrain_gpt`, a program of its own"
     print(f"error: no command {asked!r}: {remedy}", file=sys.stderr)
     return 2
 

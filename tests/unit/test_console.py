@@ -59,6 +59,7 @@ def test_help_lists_every_command_with_a_worked_example(capsys):
     [
         (["preproces"], "preprocess"),
         (["inspect_packing"], "inspect-packing"),
+        (["convrt"], "convert"),
         (["convert", "to_hf"], "convert to-hf"),
         (["convert", "verfy", "--hf", "x"], "convert verify"),
     ],
@@ -72,6 +73,12 @@ def test_a_command_without_a_near_one_is_answered_with_all(capsys):
     assert console.main(["zzz"]) == 2
     answer = capsys.readouterr().err
     assert all(name in answer for name in console.COMMANDS)
+
+
+def test_who_looks_for_training_among_the_commands_is_told_where_it_is(capsys):
+    for word in ("train", "pretrain", "pretrain_gpt"):
+        assert console.main([word]) == 2
+        assert "torchrun -m megatron_anchor.pretrain_gpt" in capsys.readouterr().err
 
 
 def test_a_group_alone_lists_its_commands(capsys):
