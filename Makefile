@@ -2,7 +2,10 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-te test-gpu lint bench docs clean
+.PHONY: help demo test test-te test-gpu lint bench docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
 
 demo: $(VENV)/.ready  ## train under `anchor` and `full` on real text, on this machine's CPU
 	$(PY) examples/cpu_demo/run.py
