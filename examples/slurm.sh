@@ -17,13 +17,14 @@
 set -euo pipefail
 recipe=${1:?usage: sbatch examples/slurm.sh RECIPE [STEP ...]}
 shift
+NNODES=${SLURM_JOB_NUM_NODES:?this is no Slurm job: start it with sbatch}
 if [[ $# -eq 0 ]]; then
     steps=$("$recipe" --steps) # a failing recipe ends the job here
     mapfile -t steps <<<"$steps"
     set -- "${steps[@]}"
 fi
+DRY_RUN=1 "$recipe" "$@" >/dev/null # a wrong step ends the job here, not after days of training
 
-NNODES=$SLURM_JOB_NUM_NODES
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${nodes%%$'\n'*} # the first line
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}

@@ -15,6 +15,26 @@ expect() { # expect VARIABLE VALUE...: the variable has one of these values
     [[ " $* " == *" $value "* ]] || fail "$name=$value: expected one of: $*"
 }
 
+whole() { # whole LEAST VARIABLE...: each is a whole number, LEAST or more
+    local least=$1 name
+    shift
+    for name in "$@"; do
+        [[ ${!name} =~ ^(0|[1-9][0-9]{0,17})$ ]] && ((${!name} >= least)) ||
+            fail "$name=${!name}: expected a whole number, $least or more"
+    done
+}
+
+switch() { # switch VARIABLE...: 1 is on; 0 and nothing are off, which the scripts test as empty
+    local name
+    for name in "$@"; do
+        case ${!name:=} in
+            1) ;;
+            0 | '') printf -v "$name" '' ;;
+            *) fail "$name=${!name}: expected 1 or 0" ;;
+        esac
+    done
+}
+
 need() { # need PATH WHAT: the path is there
     [[ -n $DRY_RUN || -e $1 ]] || fail "$1 does not exist: $2"
 }
@@ -26,7 +46,8 @@ run() { # show a command and run it
 }
 
 # --- settings -----------------------------------------------------------------------------------
-DRY_RUN=${DRY_RUN:-} TOY=${TOY:-}
+switch DRY_RUN TOY
+whole 1 ORIGINAL_LENGTH SEQ_LENGTH ROPE_BASE TRAIN_ITERS GLOBAL_BATCH_SIZE TP PP CP
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=$ROOT/.venv/bin/python
     [[ -x $PYTHON ]] || PYTHON=python
@@ -38,20 +59,31 @@ GPU=${GPU:-A100-80GB} GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-29500}
 SAVE_INTERVAL=${SAVE_INTERVAL:-500} SAVE_LAST=${SAVE_LAST:-5} SAVE_LAST_EVERY=${SAVE_LAST_EVERY:-10}
+whole 1 GPUS_PER_NODE NNODES SAVE_INTERVAL SAVE_LAST SAVE_LAST_EVERY
+whole 0 NODE_RANK
 RULER_LENGTHS=${RULER_LENGTHS:-$(for ((n = 4096; n <= SEQ_LENGTH; n *= 2)); do echo "$n"; done)}
 RULER_TASKS=${RULER_TASKS:-ruler} NUM_SAMPLES=${NUM_SAMPLES:-100}
 PERPLEXITY_TEXT=${PERPLEXITY_TEXT:-}
 EXTRA_ARGS=${EXTRA_ARGS:-} VERIFY_ARGS=${VERIFY_ARGS:-} EVALUATE_ARGS=${EVALUATE_ARGS:-}
 
 # --- arms ---------------------------------------------------------------------------------------
-ATTENTION=${ATTENTION:-anchor} DOMAIN_TAGS=${DOMAIN_TAGS:-} INTERLEAVE=${INTERLEAVE:-}
-UPSAMPLE=${UPSAMPLE:-} MIXTURE=${MIXTURE:-}
+ATTENTION=${ATTENTION:-anchor} MIXTURE=${MIXTURE:-}
+switch DOMAIN_TAGS INTERLEAVE UPSAMPLE
 ROPE_SCALING=${ROPE_SCALING:-none}
 expect ATTENTION anchor intra-document intra-document-reset full anchor-masked
 expect ROPE_SCALING none ntk yarn
 expect RECOMPUTE none mlp full
+[[ -z $MIXTURE || -n $UPSAMPLE ]] || fail "MIXTURE=$MIXTURE: only UPSAMPLE=1 draws documents by it"
+[[ -z $DOMAIN_TAGS$MIXTURE || -n $DOMAIN_KEY ]] ||
+    fail "DOMAIN_KEY is empty: DOMAIN_TAGS and MIXTURE need the field that names a row's domain"
+[[ $ROPE_SCALING == none ]] || ((SEQ_LENGTH > ORIGINAL_LENGTH)) ||
+    fail "SEQ_LENGTH=$SEQ_LENGTH: ROPE_SCALING=$ROPE_SCALING is for more than $ORIGINAL_LENGTH"
+((TRAIN_ITERS > (SAVE_LAST - 1) * SAVE_LAST_EVERY)) || [[ -n $TOY ]] ||
+    fail "TRAIN_ITERS=$TRAIN_ITERS has no room for the last SAVE_LAST=$SAVE_LAST checkpoints," \
+        "SAVE_LAST_EVERY=$SAVE_LAST_EVERY steps apart: lower one of these"
 
 ARM=$SEQ_LENGTH-$ATTENTION${DOMAIN_TAGS:+-tags}${INTERLEAVE:+-interleaved}${UPSAMPLE:+-upsampled}
+ARM+=${MIXTURE:+-${MIXTURE//[^[:alnum:].=_-]/-}} # its commas, too
 ARM+=-rope$ROPE_BASE
 [[ $ROPE_SCALING == none ]] || ARM+=-$ROPE_SCALING
 
@@ -60,14 +92,16 @@ PATTERN_ARGS=(--attention-pattern "$ATTENTION" --anchor-token "$ANCHOR_TOKEN")
 [[ -z $INTERLEAVE ]] || PATTERN_ARGS+=(--interleave-chunks)
 
 rope_args() { # by how much the context grows decides over NTK and YaRN
-    local factor=$((SEQ_LENGTH / ORIGINAL_LENGTH)) base=$ROPE_BASE head_dim=128 yarn
+    local factor base=$ROPE_BASE head_dim=128 yarn
+    factor=$(LC_ALL=C awk "BEGIN { printf \"%.12g\", $SEQ_LENGTH / $ORIGINAL_LENGTH }")
+    [[ $factor == *.* ]] || factor+=.0
     if [[ $ROPE_SCALING == ntk ]]; then
         # Hugging Face's "dynamic" would change nothing up to max_position_embeddings.
-        base=$(awk "BEGIN { printf \"%.0f\", $base * $factor ^ ($head_dim / ($head_dim - 2)) }")
+        base=$(LC_ALL=C awk "BEGIN { printf \"%.0f\", $base * $factor ^ ($head_dim / ($head_dim - 2)) }")
     fi
     ROPE_ARGS=(--rotary-base "$base")
     if [[ $ROPE_SCALING == yarn ]]; then
-        yarn="{\"rope_type\":\"yarn\",\"factor\":$factor.0"
+        yarn="{\"rope_type\":\"yarn\",\"factor\":$factor"
         yarn+=",\"original_max_position_embeddings\":$ORIGINAL_LENGTH}"
         ROPE_ARGS+=(--rope-parameters "$yarn")
     fi
@@ -95,9 +129,9 @@ RUN=${RUN:-$WORK/$ARM}       # what is trained
 printf -v LAST '%s/iter_%07d' "$RUN" "$TRAIN_ITERS"
 EXPORT=${EXPORT:-$WORK/$ARM-hf-$TRAIN_ITERS}
 DATA=${CORPUS}_text_document # as tools/preprocess_data.py names it
-LIST=$WORK/$EXTEND_TO-long_documents.npy
 GPUS=$((GPUS_PER_NODE * NNODES))
 TOKENS=$((TRAIN_ITERS * GLOBAL_BATCH_SIZE * SEQ_LENGTH))
+LIST=$WORK/$EXTEND_TO${MIXTURE:+-${MIXTURE//[^[:alnum:].=_-]/-}}-$TOKENS-long_documents.npy
 
 # shellcheck source-path=SCRIPTDIR source=steps.sh
 source "$ROOT/examples/recipe/steps.sh"

@@ -44,11 +44,12 @@ step_upsample() {
 }
 
 step_plan() { # stops here where the layout does not fit
+    local pattern=${ATTENTION/anchor-masked/anchor} # the control has the work of anchor
     need "$DATA.idx" "run the step preprocess first"
     run "$PYTHON" "$ROOT/tools/plan_training.py" --model "$MODEL" --corpus "$DATA" \
         --gpu "$GPU" --gpus "$GPUS" --seq-length "$SEQ_LENGTH" \
         --global-batch-size "$GLOBAL_BATCH_SIZE" --train-tokens "$TOKENS" \
-        --attention-pattern "$ATTENTION" --tp "$TP" --pp "$PP" --cp "$CP"
+        --attention-pattern "$pattern" --tp "$TP" --pp "$PP" --cp "$CP"
 }
 
 step_train() { # goes on where the last checkpoint of $RUN stands

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import os
 import re
 import shlex
@@ -243,6 +244,43 @@ def test_arms_never_share_a_folder(tmp_path):
     assert len(set(folders)) == len(folders)
 
 
+def test_upsampled_documents_are_never_those_of_another_mixture_or_length_of_training(tmp_path):
+    one, two = "RedPajamaC4=0.2,RedPajamaBook=0.8", "RedPajamaC4=0.3,RedPajamaBook=0.7"
+    settings = [{}, {"MIXTURE": one}, {"MIXTURE": two}, {"TRAIN_ITERS": "1000"}]
+    lists, folders = set(), []
+    for more in settings:
+        words = training("llama_2_7b_64k", tmp_path, UPSAMPLE="1", **more)[1]
+        lists.add(words[words.index("--document-list") + 1])
+        folders.append(words[words.index("--save") + 1])
+    assert len(lists) == len(settings)
+    assert len(set(folders[:3])) == 3
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: " ".join(arm.values())[:40])
+def test_the_tools_accept_every_arm(arm, tmp_path):
+    for program, _, words in commands("llama_2_7b_64k", tmp_path, **arm):
+        if program in TOOLS:
+            importlib.import_module(TOOLS[program]).parser().parse_args(words)
+
+
+def test_a_switch_is_on_with_1_and_off_with_0_or_nothing(tmp_path):
+    switches = ("DOMAIN_TAGS", "INTERLEAVE", "UPSAMPLE", "TOY")
+    plain = recipe("llama_2_7b_64k", cwd=tmp_path, DRY_RUN="1")
+    for off in ("0", ""):
+        settings = dict.fromkeys(switches, off)
+        assert recipe("llama_2_7b_64k", cwd=tmp_path, DRY_RUN="1", **settings) == plain
+    for name in switches:
+        assert recipe("llama_2_7b_64k", cwd=tmp_path, **{"DRY_RUN": "1", name: "1"}) != plain
+        said = recipe("llama_2_7b_64k", cwd=tmp_path, expect=1, **{name: "true"})
+        assert said == f"error: {name}=true: expected 1 or 0\n"
+
+
+def test_yarns_factor_is_the_growth_of_the_context_to_the_last_digit(tmp_path):
+    words = training("llama_2_7b_64k", tmp_path, ROPE_SCALING="yarn", SEQ_LENGTH="10240")[1]
+    scaling = json.loads(words[words.index("--rope-parameters") + 1])
+    assert scaling["factor"] == 10240 / 4096
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_tools_accept_every_other_command(name, tool, tmp_path):
@@ -330,6 +368,20 @@ def test_more_arguments_win_over_the_recipes(tmp_path, accepted):
         ([], {"ATTENTION": "anchr"}, "error: ATTENTION=anchr: expected one of: anchor intra-"),
         ([], {"ROPE_SCALING": "dynamic"}, "error: ROPE_SCALING=dynamic: expected one of: none ntk"),
         ([], {"RECOMPUTE": "all"}, "error: RECOMPUTE=all: expected one of: none mlp full"),
+        ([], {"SEQ_LENGTH": "64K"}, "error: SEQ_LENGTH=64K: expected a whole number, 1 or more"),
+        ([], {"SEQ_LENGTH": "seq"}, "error: SEQ_LENGTH=seq: expected a whole number"),
+        ([], {"ROPE_BASE": "5e6"}, "error: ROPE_BASE=5e6: expected a whole number"),
+        ([], {"TP": "0"}, "error: TP=0: expected a whole number, 1 or more"),
+        ([], {"TRAIN_ITERS": "1.5"}, "error: TRAIN_ITERS=1.5: expected a whole number"),
+        ([], {"SAVE_LAST_EVERY": "0"}, "error: SAVE_LAST_EVERY=0: expected a whole number"),
+        ([], {"TRAIN_ITERS": "20"}, "error: TRAIN_ITERS=20 has no room for the last SAVE_LAST=5"),
+        ([], {"MIXTURE": "a=1"}, "error: MIXTURE=a=1: only UPSAMPLE=1 draws documents by it"),
+        ([], {"DOMAIN_TAGS": "1", "DOMAIN_KEY": ""}, "error: DOMAIN_KEY is empty: DOMAIN_TAGS and"),
+        (
+            [],
+            {"ROPE_SCALING": "ntk", "SEQ_LENGTH": "4096"},
+            "error: SEQ_LENGTH=4096: ROPE_SCALING=ntk is for more than 4096",
+        ),
         (["convert"], {"HF_MODEL": "nowhere"}, "error: nowhere/config.json does not exist: HF_MOD"),
         (["train"], {}, "error: work/.*/megatron_args.txt does not exist: run the step convert"),
         (["plan"], {}, r"error: corpora/.*_text_document.idx does not exist: run the step prepro"),
@@ -391,3 +443,19 @@ def test_a_slurm_job_trains_on_all_nodes_and_does_the_rest_on_the_first(tmp_path
     done = subprocess.run(wrong, env=slurm | {"ATTENTION": "anchr"}, capture_output=True, text=True)
     assert done.returncode == 1
     assert "ATTENTION=anchr: expected one of" in done.stderr
+
+
+def test_a_slurm_job_begins_nothing_when_one_of_its_steps_is_unknown(tmp_path):
+    script, recipe = ROOT / "examples/slurm.sh", ROOT / "examples/llama_2_7b_64k.sh"
+    begun = tmp_path / "begun"
+    (tmp_path / "scontrol").write_text(f"#!/usr/bin/env bash\ntouch {begun}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    slurm = {"SLURM_JOB_NUM_NODES": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = [script, recipe, "train", "exprot"]
+    done = subprocess.run(run, env=slurm, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error: unknown step exprot" in done.stderr
+    assert not begun.exists()
+    done = subprocess.run([script, recipe], env={"PATH": slurm["PATH"]}, capture_output=True)
+    assert done.returncode == 1
+    assert b"this is no Slurm job: start it with sbatch" in done.stderr
