@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 
@@ -100,9 +101,7 @@ def question_of(args: argparse.Namespace) -> Question:
         ValueError: for values that nothing is known about, or out of range.
     """
     for flag in ("train_tokens", "top"):
-        if getattr(args, flag) <= 0:
-            name = f"--{flag.replace('_', '-')}"
-            raise PlanError(f"{name} {getattr(args, flag):g}: expected more than 0")
+        _check_positive(f"--{flag.replace('_', '-')}", getattr(args, flag))
     gpu = _gpu(args)
     name, model = find_model(args.model)
     return Question(
@@ -118,6 +117,12 @@ def question_of(args: argparse.Namespace) -> Question:
     )
 
 
+def _check_positive(flag: str, value: float) -> None:
+    if not 0 < value < math.inf:  # nan is neither
+        more = "more than 0" if value <= 0 else "a finite number"
+        raise PlanError(f"{flag} {value:g}: expected {more}")
+
+
 def _gpu(args: argparse.Namespace) -> Gpu:
     given = {
         "tflops": ("--peak-tflops", args.peak_tflops),
@@ -127,8 +132,8 @@ def _gpu(args: argparse.Namespace) -> Gpu:
         "per_node": ("--gpus-per-node", args.gpus_per_node),
     }
     for flag, value in given.values():
-        if value is not None and value <= 0:
-            raise PlanError(f"{flag} {value:g}: expected more than 0")
+        if value is not None:
+            _check_positive(flag, value)
     changed = {field: value for field, (_, value) in given.items() if value is not None}
     return dataclasses.replace(find_gpu(args.gpu), **changed)
 

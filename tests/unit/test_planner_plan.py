@@ -141,6 +141,9 @@ BAD = {
     "--memory-gib -1": "--memory-gib -1: expected more than 0",
     "--linear-efficiency 1.5": "--linear-efficiency 1.5: expected a share",
     "--train-tokens 0": "--train-tokens 0: expected more than 0",
+    "--train-tokens inf": "--train-tokens inf: expected a finite number",
+    "--peak-tflops nan": "--peak-tflops nan: expected a finite number",
+    "--link-efficiency nan": "--link-efficiency nan: expected a share",
     "--model llama": "--model llama: ",
 }
 
