@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import re
 import shutil
@@ -18,7 +19,7 @@ _FOLDER = re.compile(r"iter_(\d{7,})")
 def tracked_iteration(folder: str | Path) -> str | None:
     """What the tracker of a checkpoint folder says, None where there is none."""
     try:
-        return Path(folder, TRACKER).read_text().strip()
+        return Path(folder, TRACKER).read_text(errors="replace").strip()
     except FileNotFoundError:
         return None
 
@@ -55,7 +56,8 @@ def refusals(args: Namespace) -> Iterator[str]:
 def explain_failed_saves() -> None:
     """Let a failed save of Megatron's training loop end with what is left, and what to do.
 
-    The errors of its writers do not say that a disk is full.
+    The errors of its writers do not say that a disk is full. Without --save nothing is saved:
+    Megatron's rerun machine asks for a checkpoint all the same before it ends with its status.
     """
     from megatron.training import training as host
     from torch.distributed.checkpoint.api import CheckpointException  # no Exception
@@ -64,10 +66,14 @@ def explain_failed_saves() -> None:
 
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        folder = host.get_args().save
+        if folder is None:
+            host.print_rank_0(f"without --save, iteration {iteration} is not saved")
+            return None
         try:
             return original(iteration, *args, **kwargs)
         except (Exception, CheckpointException) as error:
-            raise RuntimeError(failed_save(host.get_args().save, iteration, error)) from error
+            raise RuntimeError(failed_save(folder, iteration, error)) from error
 
     save_checkpoint.original = original  # type: ignore[attr-defined]
     host.save_checkpoint = save_checkpoint
@@ -76,17 +82,27 @@ def explain_failed_saves() -> None:
 def failed_save(folder: str, iteration: int, error: BaseException) -> str:
     """Words for a checkpoint that could not be saved."""
     reason = str(error).strip().splitlines()[-1:] or [""]
-    usage = shutil.disk_usage(folder)
+    usage = shutil.disk_usage(_nearest(Path(folder)))
     tracked = tracked_iteration(folder)
+    # Writers wrap what went wrong in errors of their own, which may all be a full disk.
+    full = not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "make room" if full else "remove the cause"
+    whole = "release" if tracked == "release" else f"of iteration {tracked}"
     kept = (
-        f"The checkpoint of iteration {tracked} is whole: make room and start the same command "
+        f"The checkpoint {whole} is whole: {remedy} and start the same command "
         f"again with --load {folder}."
         if tracked
-        else f"No checkpoint was saved there before: make room, or choose another --save {folder}."
+        else f"No checkpoint was saved there before: {remedy}, or choose another --save {folder}."
     )
+    unfinished = Path(folder, f"iter_{iteration:07d}")
     return (
         f"the checkpoint of iteration {iteration} could not be saved to {folder} "
         f"({type(error).__name__}: {reason[0]}). The disk has {usage.free / 1e6:.1f} MB left of "
-        f"{usage.total / 1e6:.1f} MB. {kept} {folder}/iter_{iteration:07d} is unfinished and may "
-        "be removed."
+        f"{usage.total / 1e6:.1f} MB. {kept}"
+        + (f" {unfinished} is unfinished and may be removed." if unfinished.exists() else "")
     )
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the innermost one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

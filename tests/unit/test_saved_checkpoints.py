@@ -9,6 +9,7 @@ from megatron.training import checkpointing as host
 
 from megatron_anchor import compat
 from megatron_anchor.training.saved_checkpoints import (
+    explain_failed_saves,
     failed_save,
     refusals,
     whole_checkpoints,
@@ -65,6 +66,7 @@ def test_a_tracker_that_cannot_be_written_stays_as_it_was(
     [
         ("", r"holds '', expected the number of an iteration .*whole are: 4, 8\), or remove it"),
         ("1 2", r"holds '1 2', expected the number of an iteration"),
+        ("\0\0", r"holds '\\x00\\x00', expected the number of an iteration"),
         ("16", r"names iteration 16, which has no folder there: .*\(whole are: 4, 8\)"),
     ],
 )
@@ -96,7 +98,32 @@ def test_a_failed_save_says_what_is_left(folder: Path) -> None:
     assert "The checkpoint of iteration 8 is whole" in text
     assert f"{folder}/iter_0000012 is unfinished" in text
     (folder / compat.TRACKER).unlink()
-    assert "No checkpoint was saved there before" in failed_save(str(folder), 12, OSError(28, "x"))
+    full = failed_save(str(folder), 12, OSError(28, "x"))
+    assert "No checkpoint was saved there before: make room" in full
+    (folder / compat.TRACKER).write_text("release")
+    assert "The checkpoint release is whole" in failed_save(str(folder), 12, OSError(28, "x"))
+
+
+def test_a_save_that_fails_before_its_folder_is_there_says_why(folder: Path) -> None:
+    text = failed_save(str(folder / "a" / "b"), 12, PermissionError(13, "Permission denied"))
+    assert "(PermissionError: [Errno 13] Permission denied)" in text
+    assert "No checkpoint was saved there before: remove the cause" in text
+    assert "unfinished" not in text
+
+
+def test_without_a_folder_nothing_is_saved_and_nothing_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.training import training
+
+    def save(*_: object) -> None:
+        raise AssertionError("called")
+
+    monkeypatch.setattr(training, "save_checkpoint", save)
+    monkeypatch.setattr(training, "get_args", lambda: Namespace(save=None))
+    explain_failed_saves()
+    training.save_checkpoint(3, None)
+    assert "without --save, iteration 3 is not saved" in capsys.readouterr().out
 
 
 def test_whole_checkpoints_are_those_with_their_last_file(folder: Path) -> None:
