@@ -23,7 +23,7 @@ from typing import Any
 
 import gpu_lengths
 import torch
-from side_by_side import Comparison, Findings, compare
+from side_by_side import Comparison, Findings, at_least_one, compare
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -142,7 +142,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=at_least_one, default=5)
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -16,7 +16,9 @@ import os
 import resource
 import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-from side_by_side import Comparison, Figure, Findings, duration
+from side_by_side import Comparison, Figure, Findings, at_least_one, duration
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -101,7 +103,7 @@ def _child(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> 
 def copy(source: Path, out: Path) -> None:
     """What `cp` does, file by file."""
     out.mkdir()
-    os.system(f"cp {source}/* {out}/")
+    subprocess.run(["cp", *source.iterdir(), out], check=True)
 
 
 def to_megatron(source: Path, out: Path) -> None:
@@ -121,14 +123,30 @@ def to_hugging_face(source: Path, out: Path) -> None:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path("convert_benchmark"))
-    parser.add_argument("--parameters", type=float, default=1e9)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(),
+        help="on the disk to measure; all is made in a new folder there",
+    )
+    parser.add_argument("--parameters", type=float, default=1e9, help="default 1e9")
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="default 3")
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     args = parser.parse_args()
-    root = args.folder / "work"
-    shutil.rmtree(root, ignore_errors=True)
-    write_model(root / "hf", parameters=args.parameters)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix="convert_", dir=args.folder))
+    try:
+        findings = measure(root, args.parameters, args.rounds)
+    finally:
+        shutil.rmtree(root)
+    print(findings.table())
+    if args.json:
+        findings.write(args.json)
+
+
+def measure(root: Path, parameters: float, rounds: int) -> Findings:
+    """Write a model to a folder, and convert and copy it in turns."""
+    write_model(root / "hf", parameters=parameters)
     to_megatron(root / "hf", root / "megatron")
     os.sync()
     size = sum(path.stat().st_size for path in (root / "hf").iterdir()) / 1e9
@@ -138,19 +156,15 @@ def main() -> None:
         "Megatron to Hugging Face": (to_hugging_face, root / "megatron"),
     }
     results: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for name, (function, source) in runs.items():
             results[name].append(measured(function, source, root / "out"))
             shutil.rmtree(root / "out")
             os.sync()
-    shutil.rmtree(root)
-    findings = Findings(
+    return Findings(
         comparisons=[row(name, results, size) for name in runs if name != "cp"],
         figures=[memory(name, results) for name in runs],
     )
-    print(findings.table())
-    if args.json:
-        findings.write(args.json)
 
 
 def row(name: str, results: dict[str, list[dict[str, float]]], size: float) -> Comparison:

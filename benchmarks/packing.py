@@ -42,7 +42,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
 from megatron.core.datasets.helpers import build_sample_idx  # noqa: E402
 from megatron.core.datasets.indexed_dataset import _IndexWriter  # noqa: E402
-from side_by_side import Comparison, Figure, Findings, compare  # noqa: E402
+from side_by_side import Comparison, Figure, Findings, at_least_one, compare  # noqa: E402
 
 from megatron_anchor.packing.balance import BalancedDataset, Balancing  # noqa: E402
 from megatron_anchor.packing.best_fit import fit  # noqa: E402
@@ -194,14 +194,14 @@ def main() -> int:
         epilog="example: python benchmarks/packing.py --documents 10000000 --json packing.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--documents", type=int, default=10_000_000, help="for the index")
-    parser.add_argument("--seq-length", type=int, default=131072, help="slots of a sample")
+    parser.add_argument("--documents", type=at_least_one, default=10_000_000, help="for the index")
+    parser.add_argument("--seq-length", type=at_least_one, default=131072, help="slots of a sample")
     parser.add_argument("--documents-per-sample", type=int, nargs="+", default=[500, 32])
     parser.add_argument(
         "--plan-documents", type=int, nargs="*", default=[], help="e.g. 10000000 100000000 (Linux)"
     )
-    parser.add_argument("--index-repeats", type=int, default=7)
-    parser.add_argument("--read-repeats", type=int, default=100)
+    parser.add_argument("--index-repeats", type=at_least_one, default=7)
+    parser.add_argument("--read-repeats", type=at_least_one, default=100)
     parser.add_argument("--json", type=Path, help="write the measurements here, too")
     args = parser.parse_args()
     logging.getLogger("megatron").setLevel(logging.ERROR)

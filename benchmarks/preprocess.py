@@ -39,7 +39,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from side_by_side import Comparison, Figure, Findings, duration  # noqa: E402
+from side_by_side import Comparison, Figure, Findings, at_least_one, duration  # noqa: E402
 
 from megatron_anchor.corpus import (  # noqa: E402
     PreprocessConfig,
@@ -261,8 +261,8 @@ def main() -> None:
     parser.add_argument("--tokenizer-model", required=True)
     parser.add_argument("--input", help="a .jsonl with a text a row (default: Python's library)")
     parser.add_argument("--megabytes", type=float, default=8)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workers", type=at_least_one, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--repeats", type=at_least_one, default=3)
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

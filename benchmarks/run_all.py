@@ -62,8 +62,8 @@ def benchmarks(work: Path, *, quick: bool) -> list[Benchmark]:
         Benchmark(
             "Training steps (one thread, CPU time)",
             "step_time.py",
-            ("--corpus", str(corpus), "--samples", "2")
-            + (("--seq-lengths", "512") if quick else ()),
+            ("--corpus", str(corpus), "--samples", "2", "--seq-lengths")
+            + (("512",) if quick else ("1024", "2048", "4096", "8192", "16384")),
         ),
         Benchmark(
             "Preprocessing (core seconds of all processes)",
@@ -159,14 +159,18 @@ def main() -> int:
     from run import make_corpora
 
     page = args.report or ROOT / f"docs/measurements/{datetime.date.today().isoformat()}-cpu.md"
+    part = page.with_suffix(".md.tmp")
+    try:  # now, and not after a quarter of an hour
+        page.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text("")
+    except OSError as error:
+        parser.error(f"--report {page}: {error.strerror}; name a file that can be written")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_corpora(work)
         runs = [run(benchmark, work) for benchmark in benchmarks(work, quick=args.quick)]
     quick = " --quick" if args.quick else ""
     text = report(runs, command=f"python benchmarks/run_all.py{quick}")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    part = page.with_suffix(".md.tmp")
     part.write_text(text)
     part.replace(page)
     print(f"\n{page}")

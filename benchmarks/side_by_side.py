@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -122,3 +123,14 @@ def _spent(function: Callable[[], Any], clock: Callable[[], float]) -> float:
 def duration(seconds: float) -> str:
     """Three digits with a unit."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def at_least_one(text: str) -> int:
+    """A number of turns, as an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: for less than one, of which there is no median.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 1 on")
+    return int(text)

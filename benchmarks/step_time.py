@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from side_by_side import Comparison, Findings, duration
+from side_by_side import Comparison, Findings, at_least_one, duration
 
 from megatron_anchor import compat, on_cpu
 
@@ -126,7 +126,7 @@ def main() -> None:
     corpus = Path("demo_output/corpus/docstrings_text_document")
     parser.add_argument("--corpus", type=Path, default=corpus, help="prefix of a .bin/.idx corpus")
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[4096, 8192, 16384])
-    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--samples", type=at_least_one, default=3)
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     options = parser.parse_args()
     torch.set_num_threads(1)

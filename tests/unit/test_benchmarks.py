@@ -1,5 +1,6 @@
 """The table of the CPU benchmarks: which way ratios point, what is written, what is run."""
 
+import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -75,3 +76,31 @@ def test_a_failed_benchmark_stands_in_the_report(side_by_side, tmp_path):
     run = run_all.run(benchmark, tmp_path)
     assert run.findings is None
     assert "It failed." in run_all.report([run], command="x")
+
+
+@pytest.mark.parametrize("turns", ["0", "-1", "x", "1.5"])
+def test_no_turn_at_all_is_refused(side_by_side, turns):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"got '{turns}', expected a whole number"):
+        side_by_side.at_least_one(turns)
+
+
+def test_the_peer_of_the_converters_copies_all_whatever_the_folder_is_called(
+    side_by_side, tmp_path
+):
+    source, out = tmp_path / "a b; $c", tmp_path / "ö ut"
+    source.mkdir()
+    (source / "x y").write_bytes(b"1")
+    load("convert").copy(source, out)
+    assert (out / "x y").read_bytes() == b"1"
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
+    side_by_side, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "file").write_text("")
+    page = tmp_path / "file" / "page.md"
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--report", str(page)])
+    with pytest.raises(SystemExit) as refused:
+        load("run_all").main()
+    assert refused.value.code == 2
+    assert f"--report {page}: " in capsys.readouterr().err
