@@ -173,8 +173,12 @@ def _dump(
 
 
 def _records(origin_N2: Tensor) -> list[SampleRecord]:
-    """The samples of known datasets, one record each."""
-    known = [(number, int(idx)) for number, idx in origin_N2.tolist() if number in _watch.datasets]
+    """The samples of known datasets, one record each.
+
+    Every chunk of a model that a rank holds under interleaved pipelines reads the batch anew.
+    """
+    once = dict.fromkeys((number, idx) for number, idx in origin_N2.tolist())
+    known = [(number, idx) for number, idx in once if number in _watch.datasets]
     return [SampleRecord(_watch.datasets[number], idx) for number, idx in known]
 
 

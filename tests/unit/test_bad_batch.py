@@ -91,6 +91,12 @@ def test_a_sample_of_another_dataset_is_not_looked_up(dataset: Any) -> None:
     assert [record.number for record in records] == [2]
 
 
+def test_a_sample_that_several_chunks_of_the_model_read_is_named_once(dataset: Any) -> None:
+    first, second = dataset[1]["origin"], dataset[3]["origin"]
+    records = bad_batch._records(torch.stack([second, first, second, first]))
+    assert [record.number for record in records] == [3, 1]
+
+
 def test_runs_of_slots_are_ranges() -> None:
     assert _ranges(np.array([], np.int64)) == []
     assert _ranges(np.array([3])) == [[3, 4]]
