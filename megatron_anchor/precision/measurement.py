@@ -91,7 +91,8 @@ class _Sums:
         self.first_key_CLH[:, layer] += by_key_CHS[:, :, 0]
         self.first_weight_LH[layer] += found.first_weight_H.cpu().numpy()
         self.by_key_CS += by_key_CHS.sum(1)
-        seeing_S = np.arange(1, by_key_CHS.shape[2] + 1).clip(max=window)
+        rows = by_key_CHS.shape[2]
+        seeing_S = np.minimum(np.arange(1, rows + 1), window or rows)
         self.first_logit_CS += found.first_logit_CHS.sum(1).cumsum(-1).cpu().numpy() / seeing_S
 
     def means(self) -> dict[str, np.ndarray]:

@@ -41,7 +41,7 @@ class MicroBatch:
     """Documents and positions for the attention layers."""
     figures: dict[str, Tensor]
     """[B] int64 each: what the samples are made of, see FIGURES."""
-    origin_B2: Tensor | None
+    origin_B2: Tensor | None = None
     """[B, 2] int64 on the CPU: dataset and number of each sample, on the ranks that read them."""
 
 
