@@ -9,6 +9,7 @@ Legend: S tokens of a window, N tokens of a block, V vocabulary.
 from __future__ import annotations
 
 import glob
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,11 +127,14 @@ def token_losses(model: Any, ids: Sequence[int], *, block: int = BLOCK) -> np.nd
 
     tokens_S = torch.tensor(ids, device=model.device)
     cache = DynamicCache(config=model.config)
+    # transformers 5 renamed the argument; 4.57 knows the old name only.
+    known = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"
     losses = []
     with torch.inference_mode():
         for start in range(0, len(ids) - 1, block):
             inputs_N = tokens_S[start : min(start + block, len(ids) - 1)]
-            output = model(input_ids=inputs_N[None], past_key_values=cache, use_cache=True)
+            output = model(input_ids=inputs_N[None], use_cache=True, **{name: cache})
             targets_N = tokens_S[start + 1 : start + 1 + len(inputs_N)]
             logits_NV = output.logits[0].float()
             losses.append(torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="none"))
