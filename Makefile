@@ -10,8 +10,8 @@ help:  ## this list
 demo: $(VENV)/.ready  ## train under `anchor` and `full` on real text, on this machine's CPU
 	$(PY) examples/cpu_demo/run.py
 
-test: $(VENV)/.ready  ## every test that runs without a GPU (in order, as the slow files come first)
-	$(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+test: $(VENV)/.ready  ## every test that runs without a GPU
+	$(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 test-te: .venv-te/.ready  ## Transformer Engine's own Python code, without a GPU
 	.venv-te/bin/python -m pytest $(wildcard tests/*/test_te_contract*.py)
