@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import io
 import logging
 import os
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from packaging.version import Version
 
-from megatron_anchor.whole_files import replacing
+from megatron_anchor.whole_files import replacing_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -255,17 +253,8 @@ class _WholeTrackers:
     def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         folder, name = os.path.split(str(path))
         if mode == "w" and name == TRACKER and os.path.isdir(folder):
-            return _text(replacing(path))
+            return replacing_text(path)
         return self._host.open(path, mode, *args, **kwargs)
-
-
-@contextmanager
-def _text(binary: AbstractContextManager[IO[bytes]]) -> Iterator[IO[str]]:
-    with binary as stream:
-        text = io.TextIOWrapper(stream, encoding="utf-8")
-        yield text
-        text.flush()
-        text.detach()
 
 
 class _Without(logging.Filter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import time
@@ -41,6 +42,16 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
         with suppress(OSError):
             own.unlink()
         raise
+
+
+@contextmanager
+def replacing_text(path: str | Path, *, newline: str | None = None) -> Iterator[IO[str]]:
+    """Do the same with a stream of UTF-8 text; `newline` as in `open`."""
+    with replacing(path) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8", newline=newline)
+        yield text
+        text.flush()
+        text.detach()
 
 
 def remove_abandoned(directory: str | os.PathLike[str]) -> None:

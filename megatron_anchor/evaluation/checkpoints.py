@@ -16,6 +16,7 @@ from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.torch_dist_reader import TRACKER, iteration_folder
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.packing.fingerprint import fingerprint
+from megatron_anchor.whole_files import replacing_text
 
 EXPORTS = "exports"
 """Folder under the output for Megatron checkpoints as Hugging Face models."""
@@ -158,9 +159,8 @@ def hugging_face_folder(
     done = convert_to_hugging_face(source, target, like=like, progress=progress)
     for told in done.notes:
         logging.getLogger(__name__).info("%s: %s", source, told)
-    temporary = note.with_name(f"{note.name}.partial")
-    temporary.write_text(json.dumps(made_of))
-    os.replace(temporary, note)
+    with replacing_text(note) as stream:
+        stream.write(json.dumps(made_of))
     return target
 
 

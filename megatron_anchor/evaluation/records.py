@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.whole_files import replacing
 
 Key = tuple[Any, ...]
 
@@ -78,9 +79,8 @@ class Records:
         os.fsync(self._stream.fileno())
 
     def _begin(self) -> None:
-        temporary = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
-        temporary.write_bytes(_line({"settings": self._settings}))
-        os.replace(temporary, self.path)
+        with replacing(self.path) as stream:
+            stream.write(_line({"settings": self._settings}))
 
     def _lock(self) -> None:
         try:

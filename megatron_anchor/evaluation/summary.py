@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.evaluate import Evaluated
+from megatron_anchor.whole_files import replacing_text
 
 RESULTS = "results.json"
 MEAN = "mean of tasks"
@@ -137,9 +137,8 @@ def _bucket_totals(member: Evaluated) -> tuple[list[float], list[int]]:
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write JSON, whole or not at all."""
-    temporary = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    temporary.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing_text(path) as stream:
+        stream.write(json.dumps(results, indent=1) + "\n")
 
 
 def read_results(folders: Sequence[tuple[str | None, Path]]) -> dict[str, Any]:

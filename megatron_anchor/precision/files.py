@@ -14,6 +14,7 @@ from typing import Any
 from megatron_anchor.precision.errors import PrecisionError
 from megatron_anchor.precision.findings import findings
 from megatron_anchor.precision.run import Results
+from megatron_anchor.whole_files import replacing_text
 
 COLUMNS = (
     *("quantity", "arm", "states", "shift1", "shift2", "length"),
@@ -121,26 +122,17 @@ def write_json(path: Path, results: Results) -> None:
 
 def write_csv(path: Path, results: Results) -> None:
     """Write every number."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            for row in rows(results):
-                writer.writerow(row | {"value": f"{row['value']:.6g}"})
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing_text(path, newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for row in rows(results):
+            writer.writerow(row | {"value": f"{row['value']:.6g}"})
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file, or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing_text(path) as file:
+        file.write(text)
 
 
 def _number(value: Any) -> float:

@@ -79,6 +79,7 @@ def test_tables_json_and_pictures_are_written(done):
     ):
         assert words in told
     assert not list(out.rglob("*partial*"))
+    assert not list(out.rglob("*.tmp"))
 
 
 def test_an_exported_megatron_checkpoint_scores_as_the_model_it_was_made_from(done):
