@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_anchor.attention.backends.request import ULYSSES
+from megatron_anchor.attention.context_parallel import DEFAULT_MEMORY_LIMIT
 from megatron_anchor.attention.core import AnchorCoreAttention
 from megatron_anchor.attention.norms import TorchNorm
 from megatron_anchor.attention.rope import RotarySettings
@@ -24,6 +25,7 @@ def anchor_block_spec(
     backend: str,
     precision: str = "model",
     context_parallel: str = ULYSSES,
+    gather_memory: int = DEFAULT_MEMORY_LIMIT,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
@@ -37,7 +39,8 @@ def anchor_block_spec(
         rotary: rotation of queries and keys.
         backend: name of the attention kernel, already resolved.
         precision: of the attention core, ``model`` or ``fp32``.
-        context_parallel: who communicates, ``ulysses`` or ``te``.
+        context_parallel: how ranks communicate, one of `request.CONTEXT_PARALLEL`.
+        gather_memory: bytes that gathered keys and values may take.
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; None means this process' own.
 
@@ -58,6 +61,7 @@ def anchor_block_spec(
         backend=backend,
         precision=precision,
         context_parallel=context_parallel,
+        gather_memory=gather_memory,
     )
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = core_attention
@@ -73,6 +77,7 @@ def layer_spec_provider(
     backend: str,
     precision: str = "model",
     context_parallel: str = ULYSSES,
+    gather_memory: int = DEFAULT_MEMORY_LIMIT,
 ) -> Callable[..., Any]:
     """Wrap `anchor_block_spec` in the signature of ``GPTModelConfig.transformer_layer_spec``."""
 
@@ -83,6 +88,7 @@ def layer_spec_provider(
             backend=backend,
             precision=precision,
             context_parallel=context_parallel,
+            gather_memory=gather_memory,
             vp_stage=vp_stage,
         )
 

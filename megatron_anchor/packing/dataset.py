@@ -34,6 +34,7 @@ from megatron.core.utils import log_single_rank
 from megatron_anchor.packing.best_fit import fitted_pieces
 from megatron_anchor.packing.cache import StoredArrays, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
+from megatron_anchor.packing.context_split import split_sample
 from megatron_anchor.packing.corpus_files import inspect_corpus
 from megatron_anchor.packing.documents import Documents
 from megatron_anchor.packing.domains import NO_TAGS, DomainTags, open_tags, tag_tokenizer
@@ -59,7 +60,9 @@ class PackedDataset(MegatronDataset):
     loss_mask float32 [S], cu_seqlens int32 [ceil(S / 2) + 1] (segment borders, then S repeated),
     max_seqlen, num_documents (slices), num_cut (slices of cut documents), num_padding (slots) int32
     scalars, and origin int64 [2]: this dataset's `number` and i, by which a run can say what was in
-    a batch. `dataset[None]` is a sample without targets, to fill a batch with.
+    a batch. Where the config has `context_parts` there are part_of_chunk int32 [32 x parts] and
+    context_imbalance too (`context_split.split_sample`). `dataset[None]` is a sample without
+    targets, to fill a batch with.
 
     Args:
         dataset: the corpus.
@@ -185,6 +188,7 @@ class PackedDataset(MegatronDataset):
         if idx is None:
             arrays["labels"][:] = 0
             arrays["loss_mask"][:] = 0.0
+        arrays |= self._context_split(arrays["cu_seqlens"])
         sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return sample | {"origin": torch.tensor([self.number, (idx or 0) % self._num_samples])}
 
@@ -231,6 +235,16 @@ class PackedDataset(MegatronDataset):
         length = self.config.sequence_length
         return fitted_pieces(
             documents, begin, content, chunk=int(second), sequence_length=length, **common
+        )
+
+    def _context_split(self, cu_seqlens: np.ndarray) -> dict[str, np.ndarray]:
+        """Who holds which chunk under context parallelism, and how unequal the work is."""
+        if self.config.context_parts == 1:
+            return {}
+        return split_sample(
+            cu_seqlens,
+            sequence_length=self.config.sequence_length,
+            parts=self.config.context_parts,
         )
 
     def _interleaved(self, idx: int, pieces: Pieces) -> np.ndarray | None:

@@ -39,6 +39,23 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 2 --context-parallel-size 2 --micro-batch-size 2",
     ),
     "DP2 CP2": (4, "--context-parallel-size 2"),
+    "gather 2": (2, "--context-parallel-size 2 --cp-comm-type gather"),
+    "gather 4, micro-batch 2": (
+        4,
+        "--context-parallel-size 4 --cp-comm-type gather --micro-batch-size 2 "
+        "--balance-attention-work",
+    ),
+    "2 x 2": (4, "--context-parallel-size 4 --cp-comm-type a2a+gather"),
+    "TP2 SP, gather 2, selective recompute": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 "
+        "--cp-comm-type gather --recompute-granularity selective",
+    ),
+    "PP2 interleaved, gather 2": (
+        4,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--context-parallel-size 2 --cp-comm-type gather",
+    ),
     "TP2 SP PP2 CP2": (
         8,
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
@@ -78,7 +95,7 @@ def one_process(data, tmp_path_factory):
 CASES = [
     *((name, "--calculate-per-token-loss") for name in LAYOUTS),
     # Each micro-batch is one sample here: with two samples in one their weights would differ.
-    *((name, "") for name in ("TP2 SP", "CP2", "DP2 CP2", "TP2 SP PP2 CP2")),
+    *((name, "") for name in ("TP2 SP", "CP2", "DP2 CP2", "2 x 2", "TP2 SP PP2 CP2")),
 ]
 
 
@@ -105,12 +122,13 @@ def test_experts_and_qk_norm_continue_the_curve_too(one_process, tmp_path):
     # From the same weights and a fresh optimizer: Megatron keeps one optimizer a set of experts,
     # and refuses to load them for another number of expert-parallel ranks.
     common = one_process(flags)[0] + " --finetune --no-load-optim --no-load-rng"
-    layout = "--expert-model-parallel-size 2 --context-parallel-size 2"
     expected = pretrain(1, common, tensorboard=tmp_path / "one")
-    curve = pretrain(4, f"{common} {layout}", tensorboard=tmp_path / "four")
-    assert len(curve["lm loss"]) == LAST
-    for scalar in ("lm loss", "grad-norm"):
-        assert worst_difference(curve, expected, scalar) <= 1e-5
+    for kind in ("a2a", "gather"):
+        layout = f"--expert-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type {kind}"
+        curve = pretrain(4, f"{common} {layout}", tensorboard=tmp_path / kind)
+        assert len(curve["lm loss"]) == LAST
+        for scalar in ("lm loss", "grad-norm"):
+            assert worst_difference(curve, expected, scalar) <= 1e-5
 
 
 def test_bfloat16_begins_with_the_same_loss_and_stays_near(one_process, tmp_path):
@@ -132,6 +150,15 @@ def test_the_curve_depends_on_what_it_should(curve):
     assert losses[-1] < losses[0] - 0.1
     assert min(norms) > 1e-3
     assert max(norms) / min(norms) > 1.05
+
+
+def test_the_imbalance_of_gathered_parts_is_in_tensorboard(one_process, tmp_path):
+    common, _ = one_process("--calculate-per-token-loss")
+    flags = "--context-parallel-size 2 --cp-comm-type gather --kv-gather-memory-mib 1"
+    curve = pretrain(2, f"{common} {flags}", tensorboard=tmp_path)
+    values = list(curve["context work imbalance"].values())
+    assert all(1 <= value <= 2 for value in values)
+    assert len(set(values)) > 1
 
 
 def test_packing_figures_are_in_tensorboard(curve):

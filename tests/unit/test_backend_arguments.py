@@ -10,10 +10,9 @@ from megatron_anchor.attention.backends import Hardware
 from megatron_anchor.training import validation
 from megatron_anchor.training.arguments import (
     add_anchor_arguments,
-    context_parallel,
     document_alignment,
-    splits_documents,
 )
+from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.validation import attention_request, refusals, require_supported
 from tests.attention_layers import attention_layer
 
