@@ -43,6 +43,8 @@ class ContextParallel:
 
     kind: str
     """One of `request.CONTEXT_PARALLEL`."""
+    comm_types: tuple[str, ...] = ("a2a",)
+    """What --cp-comm-type comes to, `auto` replaced."""
     heads_ranks: int = 1
     """A."""
     keys_ranks: int = 1
@@ -82,14 +84,17 @@ def context_parallel(args: Namespace) -> ContextParallel:
         return ContextParallel(kind=ULYSSES)
     foreign = not kinds <= set(OURS)
     if args.anchor_context_parallel == "te" or (foreign and args.anchor_context_parallel == "auto"):
-        return ContextParallel(kind=TRANSFORMER_ENGINE, heads_ranks=P)
+        # Of ours, Transformer Engine has Ulysses.
+        own = tuple("a2a" if kind == "auto" else kind for kind in args.cp_comm_type)
+        return ContextParallel(kind=TRANSFORMER_ENGINE, comm_types=own, heads_ranks=P)
     kind = "a2a" if foreign or args.anchor_context_parallel == "ulysses" else min(kinds)
     A = {"a2a": P, "gather": 1}.get(kind)
     if A is None:
         sizes = args.hierarchical_context_parallel_sizes
         A = sizes[0] if sizes else _heads_ranks(args)
     resolved = ULYSSES if P == A else GATHER if A == 1 else ULYSSES_GATHER
-    return ContextParallel(kind=resolved, heads_ranks=A, keys_ranks=P // A)
+    own = tuple(args.cp_comm_type) if foreign else (NAMES[resolved],)
+    return ContextParallel(kind=resolved, comm_types=own, heads_ranks=A, keys_ranks=P // A)
 
 
 def resolve(args: Namespace) -> None:
@@ -97,8 +102,7 @@ def resolve(args: Namespace) -> None:
     if next(refusals(args), None) is not None:
         return
     found = context_parallel(args)
-    if found.kind != TRANSFORMER_ENGINE:
-        args.cp_comm_type = [NAMES[found.kind]]
+    args.cp_comm_type = list(found.comm_types)
     if found.kind == ULYSSES_GATHER:
         args.hierarchical_context_parallel_sizes = [found.heads_ranks, found.keys_ranks]
 

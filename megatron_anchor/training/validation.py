@@ -20,7 +20,7 @@ from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
 from megatron_anchor.training import last_checkpoints, saved_checkpoints
 from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
-from megatron_anchor.training.context_parallel import NAMES, OURS, context_parallel
+from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.context_parallel import refusals as context_refusals
 
 UNSUPPORTED_FLAGS = {
@@ -97,9 +97,7 @@ def attention_request(args: Namespace) -> AttentionRequest:
     if args.attention_precision == "fp32":
         dtype = torch.float32
     split = context_parallel(args)
-    kinds = tuple(args.cp_comm_type) if args.context_parallel_size > 1 else ()
-    if split.kind != TRANSFORMER_ENGINE and set(kinds) <= set(OURS):
-        kinds = tuple(dict.fromkeys(NAMES[split.kind] for _ in kinds))
+    kinds = split.comm_types if args.context_parallel_size > 1 else ()
     tp, sizes = args.tensor_model_parallel_size, args.hierarchical_context_parallel_sizes
     return AttentionRequest(
         head_dim=head_dim(args),

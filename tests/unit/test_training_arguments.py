@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_anchor.packing.interleave import Interleaving
+from megatron_anchor.training import context_parallel
 from megatron_anchor.training.arguments import (
     AnchorArguments,
     add_anchor_arguments,
@@ -17,7 +18,6 @@ from megatron_anchor.training.arguments import (
     rope_scaling,
 )
 from megatron_anchor.training.providers import anchor_token_id, document_lists, rotary_settings
-from megatron_anchor.training import context_parallel
 from megatron_anchor.training.validation import (
     UNSUPPORTED_FLAGS,
     attention_request,
@@ -140,9 +140,10 @@ REFUSED = {
     "--context-parallel-size 2 --cp-comm-type a2a gather": "gather is for all layers alike",
     "--context-parallel-size 4 --hierarchical-context-parallel-sizes 4 2": "sizes 4 2: expected "
     "two numbers A B with A x B = --context-parallel-size 4",
-    "--context-parallel-size 2 --kv-gather-memory-mib 10": "--kv-gather-memory-mib 10 has no effect",
-    "--context-parallel-size 2 --cp-comm-type gather --kv-gather-memory-mib 1 --seq-length 131072": 
-    r"--kv-gather-memory-mib 1: a single key/value head needs \d+ MiB at --seq-length 131072",
+    "--context-parallel-size 2 --kv-gather-memory-mib 10": "--kv-gather-memory-mib 10 has no",
+    "--context-parallel-size 2 --cp-comm-type gather --kv-gather-memory-mib 1 --seq-length 4096": (
+        r"--kv-gather-memory-mib 1: a single key/value head needs \d+ MiB at --seq-length 4096"
+    ),
     "--context-parallel-size 2 --cp-comm-type p2p": "--cp-comm-type p2p needs Transformer Engine",
     "--context-parallel-size 2 --cp-comm-type all_gather": "--cp-comm-type all_gather needs",
     "--anchor-attention-backend sdap": "unknown --anchor-attention-backend 'sdap'; did you mean",
