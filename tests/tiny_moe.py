@@ -262,4 +262,4 @@ def counts(runs: list[Run], layer: int) -> Tensor:
 def balance(p: Tensor, tokens_per_expert: Tensor, tokens: int) -> Tensor:
     """E x sum of (share of choices) x (mean score)."""
     shares = tokens_per_expert / tokens_per_expert.sum()
-    return EXPERTS * (shares * p.sum(0) / tokens).sum()
+    return len(shares) * (shares * p.sum(0) / tokens).sum()
