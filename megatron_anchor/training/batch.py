@@ -67,7 +67,8 @@ def get_batch(
         sequence, or zigzag pieces of every document where Transformer Engine communicates.
 
     Raises:
-        ValueError: if a document cannot be cut into the pieces that Transformer Engine needs.
+        ValueError: if a sample lacks a field (router_mask, for models with experts), or a document
+            cannot be cut into the pieces that Transformer Engine needs.
     """
     columns = {name: seq_length for name in SLOT_FIELDS}
     origin_B2 = None
@@ -79,6 +80,11 @@ def get_batch(
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         sample = next(data_iterator)
+        if missing := [name for name in columns if name not in sample]:
+            raise ValueError(
+                f"the data loader's samples have no {', '.join(missing)}: a dataset of your own "
+                "must yield the fields of PackedDataset (docs/packing.md)"
+            )
         origin_B2 = sample.get("origin")
         rows = [sample[name].view(micro_batch_size, -1).to(torch.int32) for name in columns]
         table = torch.cat(rows, dim=1).cuda(non_blocking=True)

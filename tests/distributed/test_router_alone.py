@@ -271,7 +271,9 @@ def zigzag_batch():
     sample["cu_seqlens"] = torch.tensor([[0, 8, 12, *[16] * 6]], dtype=torch.int32)
     batch = get_batch(iter([sample]), micro_batch_size=1, seq_length=16, figures=())
     router = batch.packed.router
-    return batch.tokens, router.counted_Bs, router.tokens_B, router.targets_B
+    del sample["router_mask"]
+    missing = message(lambda: get_batch(iter([sample]), micro_batch_size=1, seq_length=16))
+    return batch.tokens, router.counted_Bs, router.tokens_B, router.targets_B, missing
 
 
 def test_slots_are_counted_before_transformer_engine_splits_documents(two_ranks):
@@ -279,6 +281,7 @@ def test_slots_are_counted_before_transformer_engine_splits_documents(two_ranks)
     slots = torch.cat([tokens[0] for tokens, *_ in results])
     assert sorted(slots.tolist()) == list(range(16))
     assert results[0][0][0].tolist() == [0, 1, 6, 7, 8, 11, 12, 15]
-    for tokens, counted, total, targets in results:
+    for tokens, counted, total, targets, missing in results:
+        assert missing.startswith("the data loader's samples have no router_mask, num_documents")
         assert counted[0].tolist() == [t < 12 and t != 8 for t in tokens[0].tolist()]
         assert (total.tolist(), targets.tolist()) == ([11], [7])
