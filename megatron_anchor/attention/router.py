@@ -183,7 +183,7 @@ class AnchorRouter(TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled() or self._now is None:
             return logits
-        squares_R = torch.logsumexp(logits, dim=-1).square() * self._now.counted_R
+        squares_R = torch.logsumexp(logits.float(), dim=-1).square() * self._now.counted_R
         loss = squares_R.sum() / self._now.tokens
         return self._add(logits, loss, coefficient, "z_loss", self._now.targets)
 
