@@ -27,6 +27,7 @@ from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSS
 from megatron_anchor.attention.context_parallel import DEFAULT_MEMORY_LIMIT, communication
 from megatron_anchor.attention.fused_rope import rotate_in_one_pass
 from megatron_anchor.attention.packed import AnchorPackedSeqParams
+from megatron_anchor.attention.position_embedding import refuse_own_positions
 from megatron_anchor.attention.rope import RotarySettings
 
 
@@ -68,6 +69,7 @@ class AnchorCoreAttention(MegatronModule):
         gather_memory: int = DEFAULT_MEMORY_LIMIT,
     ) -> None:
         super().__init__(config=config)
+        refuse_own_positions()
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"packed documents need a causal mask, got {attn_mask_type}")
         assert attention_type == "self", attention_type

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_anchor.attention.gather import GatherPlan, plan_gather
 from megatron_anchor.attention.rope import RotarySettings, cos_and_sin, inverse_frequencies
+from megatron_anchor.attention.router_slots import RouterSlots
 from megatron_anchor.attention.runs import Runs, Window, document_runs
 
 
@@ -42,6 +43,8 @@ class AnchorPackedSeqParams(PackedSeqParams):
     (`megatron_anchor.packing.context_split`)."""
     pad_documents_to: int | None = None
     """Documents that ``cu_seqlens`` has room for, so that its shape does not change."""
+    router: RouterSlots | None = None
+    """The slots that count as tokens in a router of experts; models without experts need none."""
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -112,6 +115,7 @@ def pack_micro_batch(
     seq_length: int,
     part_of_chunk: Sequence[np.ndarray] = (),
     pad_documents_to: int | None = None,
+    router: RouterSlots | None = None,
 ) -> AnchorPackedSeqParams:
     """Merge the documents of a micro-batch's samples into one list.
 
@@ -123,6 +127,7 @@ def pack_micro_batch(
         seq_length: S, the slots of a whole sample.
         part_of_chunk: see `AnchorPackedSeqParams`.
         pad_documents_to: see `AnchorPackedSeqParams`.
+        router: the same; a model with experts needs it in training.
 
     Returns:
         Parameters whose documents cover the B x S slots, sample after sample, padding dropped.
@@ -138,6 +143,7 @@ def pack_micro_batch(
         borders=borders,
         part_of_chunk=tuple(part_of_chunk),
         pad_documents_to=pad_documents_to,
+        router=router,
     )
     runs = packed.runs()
     packed.cu_seqlens_q = packed.cu_seqlens_kv = runs.cu_q

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_batch
+from megatron_anchor.attention.router_slots import router_slots, take_slots
 from megatron_anchor.attention.runs import move
 from megatron_anchor.packing.context_split import CONTIGUOUS, SlotSplit
 
@@ -50,6 +52,7 @@ def get_batch(
     split: SlotSplit,
     rank: int,
     device: torch.device,
+    has_experts: bool = False,
     figures: tuple[str, ...] = FIGURES,
     pad_documents_to: int | None = None,
 ) -> MicroBatch:
@@ -60,44 +63,55 @@ def get_batch(
         split: how slots are spread over context-parallel ranks.
         rank: context-parallel rank.
         device: where the model is.
+        has_experts: whether the model has routers, which must know the slots that count.
         figures: names of the samples' figures.
         pad_documents_to: see `AnchorPackedSeqParams`.
 
     Raises:
-        ValueError: if a document cannot be cut into the pieces that Transformer Engine needs, or
-            there are more documents than ``pad_documents_to``.
+        ValueError: if a sample lacks a field, a document cannot be cut into the pieces that
+            Transformer Engine needs, or there are more documents than ``pad_documents_to``.
     """
     sample = next(data_iterator)
-    cu_seqlens_BL = sample["cu_seqlens"]
-    part_of_chunk = (
-        [row[row >= 0] for row in sample["part_of_chunk"].numpy()] if split.gathers else []
-    )
-    piece = _slots_of_rank(sample, split=split, rank=rank)
-    own = {name: move(piece[name], device) for name in SLOT_FIELDS}
-    numbers = move(torch.stack([sample[name].long() for name in figures]), device)
+    needed = [*SLOT_FIELDS, "cu_seqlens", *figures]
+    needed += ["router_mask"] * has_experts + ["part_of_chunk"] * split.gathers
+    if missing := [name for name in needed if name not in sample]:
+        raise ValueError(
+            f"the data loader's samples have no {', '.join(missing)}: a dataset of your own must "
+            "yield the fields of PackedDataset (docs/packing.md)"
+        )
+    own_slots = _own_slots(sample, split=split, rank=rank)
+    own = {name: move(take_slots(sample[name], own_slots), device) for name in SLOT_FIELDS}
+    router = None
+    if has_experts:
+        slots = router_slots(sample["router_mask"], sample["loss_mask"], own_slots=own_slots)
+        router = slots.to(device)
+    chunks = sample["part_of_chunk"].numpy() if split.gathers else ()
+    numbers = [move(sample[name].long(), device) for name in figures]
     return MicroBatch(
         tokens=own["tokens"],
         labels=own["labels"],
         loss_mask=own["loss_mask"],
         packed=pack_micro_batch(
             own["position_ids"],
-            cu_seqlens_BL,
+            sample["cu_seqlens"],
             seq_length=sample["tokens"].shape[1],
-            part_of_chunk=part_of_chunk,
+            part_of_chunk=[row[row >= 0] for row in chunks],
             pad_documents_to=pad_documents_to,
+            router=router,
         ),
         figures=dict(zip(figures, numbers, strict=True)),
         origin_B2=sample.get("origin"),
     )
 
 
-def _slots_of_rank(sample: dict[str, Tensor], *, split: SlotSplit, rank: int) -> dict[str, Tensor]:
+def _own_slots(sample: dict[str, Tensor], *, split: SlotSplit, rank: int) -> slice | Tensor:
+    """What this context-parallel rank holds of the sequence: a piece, or [B, s] slots."""
     if split.kind == CONTIGUOUS:
-        return {name: sample[name].chunk(split.cp_size, dim=1)[rank] for name in SLOT_FIELDS}
-    parts = sample.get("part_of_chunk")
+        s = sample["tokens"].shape[1] // split.cp_size
+        return slice(rank * s, (rank + 1) * s)
+    chunks = sample["part_of_chunk"].numpy() if split.gathers else repeat(None)
     rows = [
-        split.slots(row, None if parts is None else parts[number].numpy(), rank=rank)
-        for number, row in enumerate(sample["cu_seqlens"].numpy())
+        split.slots(borders, part_of_chunk, rank=rank)
+        for borders, part_of_chunk in zip(sample["cu_seqlens"].numpy(), chunks, strict=False)
     ]
-    slots_Bs = torch.from_numpy(np.stack(rows))
-    return {name: sample[name].gather(1, slots_Bs) for name in SLOT_FIELDS}
+    return torch.from_numpy(np.stack(rows))

@@ -56,6 +56,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
             split=context_parallel(args).split,
             rank=mpu.get_context_parallel_rank(),
             device=torch.empty(0, device="cuda").device,
+            has_experts=bool(args.num_experts),
             figures=_figures(args, training=model.training),
             pad_documents_to=args.pad_documents_to,
         )

@@ -19,7 +19,7 @@ from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balanc
 from megatron_anchor.packing.blend import use_whole_blends
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import choose_anchor
-from megatron_anchor.training import bad_batch
+from megatron_anchor.training import anchor_copies, bad_batch
 from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.validation import attention_request, gather_memory, head_dim
@@ -86,6 +86,8 @@ def model_config(args: Namespace) -> Any:
         f"> attention pattern {args.attention_pattern}, RoPE base {rotary.base:g}, rotation in "
         f"float32 (angles {rotary.angle_dtype})\n> {choice.explain()}"
     )
+    for warning in anchor_copies.warnings(args):
+        print_rank_0(f"> warning: {warning}")
     split = context_parallel(args)
     if args.context_parallel_size > 1:
         print_rank_0(f"> {split.explain()}")

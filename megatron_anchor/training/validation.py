@@ -16,6 +16,7 @@ from megatron_anchor.attention.backends import AttentionRequest, choose_backend,
 from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE
 from megatron_anchor.attention.gather import Memory
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
+from megatron_anchor.attention.router import unsupported_reasons
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
 from megatron_anchor.training import last_checkpoints, saved_checkpoints
@@ -271,6 +272,11 @@ def _host_features(args: Namespace) -> Iterator[str]:
         yield "--transformer-impl inference_optimized is for inference"
 
 
+def _experts(args: Namespace) -> Iterator[str]:
+    if args.num_experts:
+        yield from unsupported_reasons(args)
+
+
 def _packing(args: Namespace) -> Iterator[str]:
     """What PackedDatasetConfig would refuse too, before anything is set up."""
     alignment = document_alignment(args)
@@ -357,6 +363,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _gather_memory,
     _backend,
     _host_features,
+    _experts,
     _packing,
     _blend,
     _balance,

@@ -124,8 +124,12 @@ def worst_difference(curve, expected, scalar):
     [("a2a", 4, LAST), ("gather", 4, LAST), ("gather", 2, 2)],
 )
 def test_experts_and_qk_norm_continue_the_curve_too(one_process, tmp_path, kind, topk, steps):
-    experts = f"--num-experts 4 --moe-router-topk {topk}"
-    flags = f"--calculate-per-token-loss --qk-layernorm {experts}"
+    flags = (
+        f"--calculate-per-token-loss --qk-layernorm --num-experts 4 --moe-router-topk {topk} "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 "
+        "--moe-z-loss-coeff 0.01 --packing best-fit"
+    )
     # From the same weights and a fresh optimizer: Megatron keeps one optimizer a set of experts,
     # and refuses to load them for another number of expert-parallel ranks.
     common = one_process(flags)[0] + " --finetune --no-load-optim --no-load-rng"
@@ -133,9 +137,10 @@ def test_experts_and_qk_norm_continue_the_curve_too(one_process, tmp_path, kind,
     expected = pretrain(1, common, tensorboard=tmp_path / "one")
     curve = pretrain(4, f"{common} {layout}", tensorboard=tmp_path / "four")
     assert len(curve["lm loss"]) == LAST
-    for scalar in ("lm loss", "grad-norm"):
+    assert max(curve["padding share"].values()) > 0
+    for scalar in ("lm loss", "grad-norm", "seq_load_balancing_loss", "z_loss"):
         first = {step: curve[scalar][step] for step in range(1, steps + 1)}
-        assert worst_difference({scalar: first}, expected, scalar) <= 1e-5
+        assert worst_difference({scalar: first}, expected, scalar) <= 1e-5, scalar
 
 
 def test_bfloat16_begins_with_the_same_loss_and_stays_near(one_process, tmp_path):
