@@ -34,8 +34,7 @@ from megatron_anchor.attention.backends.request import (
 from megatron_anchor.attention.gather import attend_gathered
 from megatron_anchor.attention.packed import AnchorPackedSeqParams
 from megatron_anchor.attention.runs import Window
-
-DEFAULT_MEMORY_LIMIT = 1 << 30
+from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ class Communication:
     """Ranks that exchange slots for heads, None for none."""
     keys_group: dist.ProcessGroup | None = None
     """Ranks that gather each other's keys and values, None for none."""
-    memory_limit: int = DEFAULT_MEMORY_LIMIT
+    memory_limit: int = GATHER_LIMIT
     """Bytes that gathered keys and values may take (`megatron_anchor.attention.gather`)."""
 
     def attend(

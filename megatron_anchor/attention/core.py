@@ -24,11 +24,12 @@ from torch import Tensor
 
 from megatron_anchor.attention.backends import Layer, bind_backend
 from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSSES
-from megatron_anchor.attention.context_parallel import DEFAULT_MEMORY_LIMIT, communication
+from megatron_anchor.attention.context_parallel import communication
 from megatron_anchor.attention.fused_rope import rotate_in_one_pass
 from megatron_anchor.attention.packed import AnchorPackedSeqParams
 from megatron_anchor.attention.position_embedding import refuse_own_positions
 from megatron_anchor.attention.rope import RotarySettings
+from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 
 
 class AnchorCoreAttention(MegatronModule):
@@ -66,7 +67,7 @@ class AnchorCoreAttention(MegatronModule):
         backend: str,
         precision: str = "model",
         context_parallel: str = ULYSSES,
-        gather_memory: int = DEFAULT_MEMORY_LIMIT,
+        gather_memory: int = GATHER_LIMIT,
     ) -> None:
         super().__init__(config=config)
         refuse_own_positions()

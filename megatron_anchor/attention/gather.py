@@ -4,7 +4,7 @@ Every rank keeps its own queries and gathers the keys and values of all ranks; e
 queries then attends to its document's prefix. The number of ranks is not bounded by the heads, no
 document is padded, and any kernel serves whose queries and keys may differ in length. This is what
 Llama 3 was trained with (arXiv 2407.21783, section 3.3.2), with two additions: the queries of a
-sample are dealt out so that ranks have equal work (`megatron_anchor.packing.context_split`), and
+sample are dealt out so that ranks have equal work (`megatron_anchor.context_parallel.split`), and
 heads are taken group by group so that the gathered keys and values stay within a bound.
 
 Only a rank's own keys and values live from forward to backward: the storage of the gathered ones is
@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_anchor.attention.runs import Runs, Window, to_device
-from megatron_anchor.packing.context_split import slots_in_chunks
+from megatron_anchor.context_parallel.sizes import Memory
+from megatron_anchor.context_parallel.split import slots_in_chunks
 
 
 class RunBatch(NamedTuple):
@@ -176,51 +177,6 @@ def _repeat(values: np.ndarray, lengths: np.ndarray, device: torch.device) -> Te
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """What the gathered keys and values of some heads take at most, in bytes.
-
-    Forward holds the gathered buffer and the runs' copies. Backward holds the buffer, the copies,
-    their gradients, and sums in float32.
-    """
-
-    slots: int
-    """A, gathered slots of all samples of a micro-batch."""
-    longest: int
-    """S, the most keys that a single run can have. All ranks must find the same heads, so it is
-    not that of the runs at hand."""
-    width: int
-    """D + E."""
-    itemsize: int
-    """Bytes of an element of keys and values."""
-
-    def of_buffers(self, heads: int) -> int:
-        """Bytes that do not depend on the runs."""
-        return heads * self.slots * self.width * (self.itemsize + max(4, self.itemsize))
-
-    def of_keys(self, heads: int) -> int:
-        """Bytes of one key of a run."""
-        return heads * self.width * (2 * self.itemsize + max(4, self.itemsize))
-
-    def least(self) -> int:
-        """Bytes that a single head needs."""
-        return self.of_buffers(1) + self.longest * self.of_keys(1)
-
-    def heads(self, kv_heads: int, limit: int) -> int:
-        """The most heads at once within `limit` bytes; at least one."""
-        fitting = (
-            heads
-            for heads in range(kv_heads, 0, -1)
-            if kv_heads % heads == 0
-            and self.of_buffers(heads) + self.longest * self.of_keys(heads) <= limit
-        )
-        return next(fitting, 1)
-
-    def keys(self, heads: int, limit: int) -> int:
-        """The most keys of runs in one kernel call."""
-        return max(self.longest, (limit - self.of_buffers(heads)) // self.of_keys(heads))
-
-
 class _Call(NamedTuple):
     """Everything of a gathered attention but its tensors."""
 
@@ -260,7 +216,7 @@ def attend_gathered(
         scale: factor of the logits.
         dropout: probability of dropping an attention weight.
         memory_limit: bytes that gathered keys and values may take beside the inputs, unless a
-            single head needs more (`Memory.least`).
+            single head needs more (`sizes.Memory.least`).
         sink_H: [H] logits of the heads' sinks, None without.
 
     Returns:

@@ -14,12 +14,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_anchor.attention.backends.request import ULYSSES
-from megatron_anchor.attention.context_parallel import DEFAULT_MEMORY_LIMIT
 from megatron_anchor.attention.core import AnchorCoreAttention
 from megatron_anchor.attention.layer import AnchorTransformerLayer
 from megatron_anchor.attention.norms import TorchNorm
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.attention.router import AnchorRouter
+from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 
 
 def anchor_block_spec(
@@ -29,7 +29,7 @@ def anchor_block_spec(
     backend: str,
     precision: str = "model",
     context_parallel: str = ULYSSES,
-    gather_memory: int = DEFAULT_MEMORY_LIMIT,
+    gather_memory: int = GATHER_LIMIT,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
@@ -84,7 +84,7 @@ def layer_spec_provider(
     backend: str,
     precision: str = "model",
     context_parallel: str = ULYSSES,
-    gather_memory: int = DEFAULT_MEMORY_LIMIT,
+    gather_memory: int = GATHER_LIMIT,
 ) -> Callable[..., Any]:
     """Wrap `anchor_block_spec` in the signature of ``GPTModelConfig.transformer_layer_spec``."""
 

@@ -40,7 +40,7 @@ class AnchorPackedSeqParams(PackedSeqParams):
     """Cumulative document lengths of each sample, 0 to S, on the host."""
     part_of_chunk: tuple[np.ndarray, ...] = ()
     """Where keys and values are gathered: the part that holds each chunk of each sample
-    (`megatron_anchor.packing.context_split`)."""
+    (`megatron_anchor.context_parallel.split`)."""
     pad_documents_to: int | None = None
     """Documents that ``cu_seqlens`` has room for, so that its shape does not change."""
     router: RouterSlots | None = None

@@ -35,7 +35,8 @@ def why_not(*, query_heads: int, kv_heads: int, cp_size: int) -> str | None:
         return (
             f"{query_heads} query heads per tensor-parallel rank cannot be shared by "
             f"{cp_size} context-parallel ranks; (--num-attention-heads / "
-            "--tensor-model-parallel-size) must be a multiple of --context-parallel-size"
+            "--tensor-model-parallel-size) must be a multiple of --context-parallel-size; use "
+            "--cp-comm-type auto or gather, which heads do not bound"
         )
     if kv_heads % cp_size and cp_size % kv_heads:
         return (

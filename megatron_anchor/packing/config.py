@@ -74,7 +74,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
 
     context_parts: int = 1
     """Parts among which the slots of a sample are dealt out for equal attention work
-    (`context_split.assign_chunks`); 1 = they are not."""
+    (`megatron_anchor.context_parallel.split.assign_chunks`); 1 = they are not."""
 
     def __post_init__(self) -> None:
         """Check the settings.

@@ -31,10 +31,10 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
+from megatron_anchor.context_parallel.split import split_sample
 from megatron_anchor.packing.best_fit import fitted_pieces
 from megatron_anchor.packing.cache import StoredArrays, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
-from megatron_anchor.packing.context_split import split_sample
 from megatron_anchor.packing.corpus_files import inspect_corpus
 from megatron_anchor.packing.documents import Documents
 from megatron_anchor.packing.domains import NO_TAGS, DomainTags, open_tags, tag_tokenizer
@@ -62,8 +62,8 @@ class PackedDataset(MegatronDataset):
     num_cut (slices of cut documents), num_padding (slots) int32 scalars, and origin int64 [2]: this
     dataset's `number` and i, by which a run can say what was in a batch. Where the config has
     `context_parts` there are part_of_chunk int32 [32 x parts] and context_imbalance too
-    (`context_split.split_sample`). `dataset[None]` is a sample in which nothing counts, to fill a
-    batch with.
+    (`megatron_anchor.context_parallel.split.split_sample`). `dataset[None]` is a sample in which
+    nothing counts, to fill a batch with.
 
     Args:
         dataset: the corpus.

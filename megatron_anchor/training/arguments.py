@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from megatron_anchor import compat
-from megatron_anchor.packing.context_split import ZIGZAG
+from megatron_anchor.context_parallel.split import ZIGZAG
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.training.context_parallel import context_parallel
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_batch
 from megatron_anchor.attention.router_slots import router_slots, take_slots
 from megatron_anchor.attention.runs import move
-from megatron_anchor.packing.context_split import CONTIGUOUS, SlotSplit
+from megatron_anchor.context_parallel.split import CONTIGUOUS, SlotSplit
 
 SLOT_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 FIGURES = ("num_documents", "num_cut", "num_padding")

@@ -26,7 +26,8 @@ from megatron_anchor.attention.backends.request import (
     ULYSSES,
     ULYSSES_GATHER,
 )
-from megatron_anchor.packing.context_split import CHUNKS, CONTIGUOUS, ZIGZAG, SlotSplit
+from megatron_anchor.context_parallel.sizes import largest_heads_ranks
+from megatron_anchor.context_parallel.split import CHUNKS, CONTIGUOUS, ZIGZAG, SlotSplit
 
 OURS = {"auto": None, "a2a": ULYSSES, "gather": GATHER, "a2a+gather": ULYSSES_GATHER}
 """Values of --cp-comm-type that are not Transformer Engine's, and what they mean."""
@@ -115,25 +116,11 @@ def _heads_ranks(args: Namespace) -> int:
         return P  # Transformer Engine's kernel takes whole documents only
     node = int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_PER_NODE))
     return largest_heads_ranks(
-        cp_size=P, query_heads=query_heads, kv_heads=kv_heads, ranks_per_node=node
-    )
-
-
-def largest_heads_ranks(
-    *, cp_size: int, query_heads: int, kv_heads: int, ranks_per_node: int
-) -> int:
-    """A: the largest divisor of P, within a node, that divides the heads.
-
-    Args:
-        cp_size: P.
-        query_heads: of a tensor-parallel rank.
-        kv_heads: of a tensor-parallel rank.
-        ranks_per_node: GPUs of a node.
-    """
-    return max(
-        A
-        for A in range(1, min(cp_size, kv_heads, max(1, ranks_per_node)) + 1)
-        if cp_size % A == query_heads % A == kv_heads % A == 0
+        cp_size=P,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        # Tensor-parallel ranks are neighbours; context-parallel ones come next.
+        ranks_per_node=max(1, node // args.tensor_model_parallel_size),
     )
 
 

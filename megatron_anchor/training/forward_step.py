@@ -15,8 +15,8 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
+from megatron_anchor.context_parallel.split import CONTEXT_IMBALANCE
 from megatron_anchor.packing.balance import IMBALANCE_FIGURES
-from megatron_anchor.packing.context_split import CONTEXT_IMBALANCE
 from megatron_anchor.packing.statistics import attention_work_share, padding_share
 from megatron_anchor.training import bad_batch
 from megatron_anchor.training.batch import FIGURES, MicroBatch, get_batch

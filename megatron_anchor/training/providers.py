@@ -12,9 +12,9 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_anchor.attention.backends import choose_backend
-from megatron_anchor.attention.context_parallel import DEFAULT_MEMORY_LIMIT
 from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
+from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
 from megatron_anchor.packing.blend import use_whole_blends
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
@@ -107,7 +107,7 @@ def gather_memory_limit(args: Namespace) -> int:
     """Bytes of --kv-gather-memory-mib; by default enough for one key/value head."""
     if args.kv_gather_memory_mib is not None:
         return args.kv_gather_memory_mib << 20
-    return max(DEFAULT_MEMORY_LIMIT, gather_memory(args).least())
+    return max(GATHER_LIMIT, gather_memory(args).least())
 
 
 def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:

@@ -11,7 +11,7 @@ from megatron_anchor.attention.backends import sdpa
 from megatron_anchor.attention.context_parallel import Communication
 from megatron_anchor.attention.packed import pack_micro_batch
 from megatron_anchor.attention.runs import Window
-from megatron_anchor.packing.context_split import assign_chunks, slots_in_chunks
+from megatron_anchor.context_parallel.split import assign_chunks, slots_in_chunks
 from tests.distributed.ranks import run_ranks
 
 D, E = 8, 12

@@ -14,7 +14,7 @@ from megatron_anchor.attention.backends import sdpa
 from megatron_anchor.attention.context_parallel import Communication
 from megatron_anchor.attention.packed import pack_micro_batch
 from megatron_anchor.attention.rope import RotarySettings
-from megatron_anchor.packing.context_split import split_sample
+from megatron_anchor.context_parallel.split import split_sample
 from megatron_anchor.training import batch as batches
 from megatron_anchor.training.context_parallel import ContextParallel
 from tests.distributed.ranks import run_ranks

@@ -79,7 +79,7 @@ def train_one_batch(layout, per_token, weights, biases):
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.training.global_vars import set_args
 
-    from megatron_anchor.packing.context_split import SlotSplit
+    from megatron_anchor.context_parallel.split import SlotSplit
     from megatron_anchor.training.batch import get_batch
     from megatron_anchor.training.forward_step import loss_function
 

@@ -254,7 +254,7 @@ def zigzag_batch():
     """The counted slots that `get_batch` gives this rank where Transformer Engine communicates."""
     from megatron.core import mpu
 
-    from megatron_anchor.packing.context_split import ZIGZAG, SlotSplit
+    from megatron_anchor.context_parallel.split import ZIGZAG, SlotSplit
     from megatron_anchor.training.batch import get_batch
 
     split = SlotSplit(cp_size=mpu.get_context_parallel_world_size(), kind=ZIGZAG)

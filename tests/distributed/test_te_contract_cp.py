@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_anchor.attention.packed import pack_micro_batch
 from megatron_anchor.attention.rope import RotarySettings, cos_and_sin, inverse_frequencies, rotate
-from megatron_anchor.packing.context_split import slots_in_zigzag
+from megatron_anchor.context_parallel.split import slots_in_zigzag
 from tests import te_stand_in
 from tests.distributed.ranks import run_ranks
 from tests.oracle import dense_attention, document_mask, gradients

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_anchor.attention.backends import te, te_rules
 from megatron_anchor.attention.packed import pack_micro_batch
-from megatron_anchor.packing.context_split import slots_in_zigzag
+from megatron_anchor.context_parallel.split import slots_in_zigzag
 from tests import te_signatures, te_stand_in
 from tests.distributed.ranks import run_ranks
 from tests.unit.test_backend_refusals import FA2, FA3, FA4, TE, request, te_cp

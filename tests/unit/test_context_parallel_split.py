@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_anchor.packing.context_split import (
+from megatron_anchor.context_parallel.split import (
     CHUNKS,
     CONTEXT_IMBALANCE,
     CONTIGUOUS,
