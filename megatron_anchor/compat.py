@@ -55,6 +55,24 @@ def have_fused_weight_gradient() -> bool:
     )
 
 
+@functools.cache
+def argument_defaults() -> dict[str, Any]:
+    """Give the defaults of Megatron's flags, and of fields of its model config without a flag."""
+    quiet_imports_without_gpu()
+    from dataclasses import MISSING, fields
+
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(ArgumentParser())
+    of_config = {
+        field.name: field.default
+        for field in fields(TransformerConfig)
+        if field.default is not MISSING
+    }
+    return of_config | vars(parser.parse_args([]))
+
+
 def add_argument_group(parser: ArgumentParser, config: type, *, title: str) -> None:
     """Turn a dataclass' fields and their docstrings into flags, by Megatron's own factory."""
     from megatron.training.argument_utils import ArgumentGroupFactory

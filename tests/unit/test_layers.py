@@ -30,6 +30,7 @@ ALLOWED = {
         "training",
         "pretrain_gpt.py",
         "checkpoint/megatron_model.py",
+        "checkpoint/transformers_model.py",
     ),
     **dict.fromkeys(KERNEL_LIBRARIES, ("attention/backends",)),
 }
