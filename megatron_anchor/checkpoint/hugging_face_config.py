@@ -121,7 +121,7 @@ def _experts(theirs: Any, family: Family, name: str) -> dict[str, Any]:
     if len(counts) > 1:
         raise CheckpointError(
             f"config.json: num_experts and num_local_experts are two names of one number, got "
-            f"{' and '.join(map(str, sorted(counts)))}; keep the right one"
+            f"{' and '.join(sorted(map(str, counts)))}; keep the right one"
         )
     return {
         "experts": counts.pop(),

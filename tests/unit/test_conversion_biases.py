@@ -2,7 +2,6 @@
 
 import json
 import pickle
-
 from types import SimpleNamespace
 
 import pytest

@@ -23,7 +23,12 @@ ALLOWED = {
         "on_cpu",
         "compat.py",
     ),
-    "megatron_anchor.training": ("training", "pretrain_gpt.py", "checkpoint/megatron_args.py"),
+    "megatron_anchor.training": (
+        "training",
+        "pretrain_gpt.py",
+        "checkpoint/megatron_args.py",
+        "checkpoint/megatron_model.py",
+    ),
     "megatron_anchor.attention": (
         "attention",
         "precision",
