@@ -102,10 +102,8 @@ REQUIRED = {
     ),
     "moe_router_force_load_balancing": Required(_OFF, "experts chosen at random", True),
     "moe_router_force_biased": Required((None,), "experts chosen at random", True),
-    "moe_enable_routing_replay": Required(_OFF, "experts chosen by a record", True),
     "moe_expert_capacity_factor": Required((None,), "tokens dropped where experts are full", True),
     "moe_expert_rank_capacity_factor": Required((None,), "tokens dropped at full ranks", True),
-    "moe_token_dropping": Required(_OFF, "tokens dropped where experts are full", True),
     "moe_shared_expert_intermediate_size": Required((None, 0), "shared experts", True),
     "moe_latent_size": Required((None, 0), "experts on a projection", True),
     "moe_apply_probs_on_input": Required(_OFF, "experts' inputs scaled, not outputs", True),
@@ -188,8 +186,8 @@ TRAINING = names(
     "finalize_model_grads_func grad_scale_func moe_grad_scale_func mtp_grad_scale_func",
     "no_sync_func grad_sync_func param_sync_func calculate_per_token_loss fp16_lm_cross_entropy",
     "cross_entropy_loss_fusion cross_entropy_fusion_impl moe_z_loss_coeff",
-    "moe_router_bias_update_rate moe_per_layer_logging log_max_attention_logit qk_clip",
-    "qk_clip_alpha qk_clip_threshold test_mode config_logger_dir",
+    "moe_router_bias_update_rate moe_enable_routing_replay moe_per_layer_logging",
+    "log_max_attention_logit qk_clip qk_clip_alpha qk_clip_threshold test_mode config_logger_dir",
 )
 INFERENCE = names(
     "flash_decode seed inference_rng_tracker inference_sampling_seed",
@@ -201,7 +199,7 @@ INFERENCE = names(
 SPELT_OTHERWISE = names(
     "use_rotary_position_embeddings add_position_embedding openai_gelu onnx_safe",
     "encoder_num_layers decoder_num_layers activation_func gated_linear_unit",
-    "apply_residual_connection_post_layernorm",
+    "apply_residual_connection_post_layernorm moe_token_dropping",
 )
 DEPENDENT = {
     "window_size": names("window_attn_skip_freq"),
