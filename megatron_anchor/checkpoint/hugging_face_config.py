@@ -345,6 +345,8 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
         config["attention_bias"] = model.qkv_bias
     config |= _experts_entries(model) | _full_attention(model)
     for name in AS_THERE if like is not None else ():
+        if name == "head_dim" and scaling:
+            continue  # transformers' scalings fail where a family's default for it is null
         if name in given:
             config[name] = given[name]
         else:
