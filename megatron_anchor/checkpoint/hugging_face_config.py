@@ -6,7 +6,6 @@ the base inside. What is written holds both, so that either version reads the sa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from megatron_anchor.checkpoint.hugging_face_keys import (
     kept_keys,
 )
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.checkpoint.model_folder import check_links, read_json
 from megatron_anchor.checkpoint.names import names
 from megatron_anchor.checkpoint.transformers_config import check_fields, transformers_config
 
@@ -44,18 +44,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Read a model folder's config.json.
 
     Raises:
-        CheckpointError: if it is not there or not a JSON object.
+        CheckpointError: if it is not there or not a JSON object, or if the folder has links that
+            lead outside of it.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give the folder of a Hugging Face model")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
+    check_links(folder)
+    return read_json(path)
 
 
 def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) -> Model:

@@ -109,4 +109,5 @@ def transformers_config(config: Mapping[str, Any], model_type: str) -> Any:
     try:
         return CONFIG_MAPPING[model_type](**given)
     except Exception as error:  # strict dataclasses have an Exception of their own
-        raise CheckpointError(f"config.json: transformers refuses it: {error}") from error
+        said = " ".join(str(error).split())
+        raise CheckpointError(f"config.json: transformers refuses it: {said}") from error

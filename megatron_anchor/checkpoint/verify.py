@@ -25,6 +25,7 @@ from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.megatron_args import argument_values
 from megatron_anchor.checkpoint.megatron_model import logits as megatron_logits
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.checkpoint.pretrained import load_causal_model, load_tokenizer
 from megatron_anchor.checkpoint.rows import CastRows, Files, Rows
 from megatron_anchor.checkpoint.to_hugging_face import (
     LIKE_MUST_AGREE,
@@ -219,14 +220,11 @@ def hugging_face_logits(
 
 def load_hugging_face(folder: Path, *, dtype: torch.dtype, attention: str) -> Any:
     """Load a model folder by transformers, from this machine's disk only."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, local_files_only=True
-    ).eval()
+    return load_causal_model(folder, dtype=dtype, attn_implementation=attention)
 
 
 def open_checkpoint(
@@ -253,9 +251,7 @@ def text_tokens(text: str, folder: Path, *, limit: int) -> Tensor:
         model = model_of(read_config(folder), drop_sliding_window=True)
         generator = torch.Generator().manual_seed(0)
         return torch.randint(model.vocabulary, (min(limit, 256),), generator=generator)
-    from transformers import AutoTokenizer
-
-    ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"][:limit]
+    ids = load_tokenizer(folder)(text)["input_ids"][:limit]
     if not ids:
         raise CheckpointError("the text has no tokens; give another --text or --text-file")
     return torch.tensor(ids)
