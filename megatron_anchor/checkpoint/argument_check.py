@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -40,13 +41,7 @@ def unrepresentable(given: Mapping[str, Any]) -> dict[str, str]:
             problem = _unknown(name, value)
         if problem:
             found[name] = problem
-    factor = given.get("rope_scaling_factor", FACTOR_OF_STOCK)
-    if given.get("use_rope_scaling") and factor != FACTOR_OF_STOCK and not is_ours(given):
-        found["rope_scaling_factor"] = (
-            f"rope_scaling_factor {factor} (expected {FACTOR_OF_STOCK}: Megatron's own program "
-            "trains with that one, whatever the flag says)"
-        )
-    return found
+    return found | _rope_problems(given)
 
 
 def check_representable(given: Mapping[str, Any], *, ignored: Collection[str] = ()) -> list[str]:
@@ -83,6 +78,32 @@ def check_representable(given: Mapping[str, Any], *, ignored: Collection[str] = 
 def is_ours(given: Mapping[str, Any]) -> bool:
     """Say whether a run was megatron_anchor's, or a conversion, and not stock Megatron's."""
     return "rope_parameters" in given or "attention_pattern" in given
+
+
+def _rope_problems(given: Mapping[str, Any]) -> dict[str, str]:
+    """Find settings of RoPE that say two things at once."""
+    found = {}
+    factor = given.get("rope_scaling_factor", FACTOR_OF_STOCK)
+    if given.get("use_rope_scaling") and factor != FACTOR_OF_STOCK and not is_ours(given):
+        found["rope_scaling_factor"] = (
+            f"rope_scaling_factor {factor} (expected {FACTOR_OF_STOCK}: Megatron's own program "
+            "trains with that one, whatever the flag says)"
+        )
+    base, inside = given.get("rotary_base"), _parameters(given).get("rope_theta")
+    if inside is not None and inside != base:
+        found["rope_parameters"] = (
+            f"rope_parameters with rope_theta {inside} (expected {base}, the rotary_base: without "
+            "this key that is the base, as it was in training by the first version)"
+        )
+    return found
+
+
+def _parameters(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        found = json.loads(given.get("rope_parameters") or "{}")
+    except ValueError:  # said where the rotation is read
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _unmet(name: str, value: Any, *, has_experts: bool) -> str | None:

@@ -156,7 +156,7 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
         padded_vocabulary: rows of the stored embedding.
 
     Raises:
-        CheckpointError: for settings of RoPE that contradict each other.
+        CheckpointError: for two scalings of RoPE at once.
     """
     given = vars(args)
     heads = args.num_attention_heads
@@ -214,7 +214,7 @@ def _vocabulary(given: Mapping[str, Any], padded: int) -> int:
 
 
 def _rope(given: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Give the one base and the scaling without it; --rope-parameters may hold both."""
+    """Give the base and the scaling without it; `argument_check` compares two bases."""
     from megatron_anchor.training.arguments import rope_scaling
 
     flags = ("rope_parameters", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
@@ -224,10 +224,4 @@ def _rope(given: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
         )
     except ValueError as error:
         raise CheckpointError(f"the run's arguments: {error}") from error
-    base, theta = float(given.get("rotary_base", 10000)), form.get("rope_theta")
-    if theta is not None and float(theta) != base:
-        raise CheckpointError(
-            f"the run's arguments: --rotary-base {base:g}, and --rope-parameters with rope_theta "
-            f"{theta:g}; it is not known which of them it trained with"
-        )
-    return base, scaling_of(form)
+    return float(given.get("rotary_base", 10000)), scaling_of(form)
