@@ -68,11 +68,11 @@ def check_representable(given: Mapping[str, Any], *, ignored: Collection[str] = 
     wrong = {name: text for name, text in problems.items() if name not in ignored}
     if wrong:
         raise CheckpointError(
-            f"this model is none of the families: {'; '.join(wrong.values())}. To export it "
-            "as if these were not set, which is another model wherever they matter: "
+            f"no Hugging Face family can represent this run: {', '.join(wrong.values())}. To "
+            "export it without them, which is another model wherever they matter: "
             f"tools/convert_megatron_to_hf.py --ignore-arguments {' '.join(wrong)}"
         )
-    return [f"exported as if it were not set: {problems[name]}" for name in ignored]
+    return [f"exported without {problems[name]}" for name in ignored]
 
 
 def is_ours(given: Mapping[str, Any]) -> bool:
@@ -86,14 +86,14 @@ def _rope_problems(given: Mapping[str, Any]) -> dict[str, str]:
     factor = given.get("rope_scaling_factor", FACTOR_OF_STOCK)
     if given.get("use_rope_scaling") and factor != FACTOR_OF_STOCK and not is_ours(given):
         found["rope_scaling_factor"] = (
-            f"rope_scaling_factor {factor} (expected {FACTOR_OF_STOCK}: Megatron's own program "
-            "trains with that one, whatever the flag says)"
+            f"rope_scaling_factor {factor} (Megatron's own program trains with "
+            f"{FACTOR_OF_STOCK} whatever the flag says; expected {FACTOR_OF_STOCK})"
         )
     base, inside = given.get("rotary_base"), _parameters(given).get("rope_theta")
     if inside is not None and inside != base:
         found["rope_parameters"] = (
-            f"rope_parameters with rope_theta {inside} (expected {base}, the rotary_base: without "
-            "this key that is the base, as it was in training by the first version)"
+            f"rope_parameters with rope_theta {inside} (the first version of this package trained "
+            f"with --rotary-base; expected {base}, which it is)"
         )
     return found
 
@@ -111,7 +111,7 @@ def _unmet(name: str, value: Any, *, has_experts: bool) -> str | None:
     if row.allows(value) or (row.with_experts and not has_experts):
         return None
     needed = " or ".join(repr(v) for v in row.accepted)
-    return f"{name} {value!r} (expected {needed}; this is: {row.meaning})"
+    return f"{name} {value!r} ({row.meaning}; expected {needed})"
 
 
 def _unknown(name: str, value: Any) -> str | None:
@@ -121,4 +121,4 @@ def _unknown(name: str, value: Any) -> str | None:
     if name in defaults and defaults[name] == value:
         return None
     default = repr(defaults[name]) if name in defaults else "not an argument of this Megatron"
-    return f"{name} {value!r} (default: {default}; what it does to the model is not known here)"
+    return f"{name} {value!r} (what it does to the model is not known; default: {default})"

@@ -148,8 +148,8 @@ def check_keys(config: Mapping[str, Any], model_type: str) -> None:
             ]
     if odd:
         raise CheckpointError(
-            f"config.json: not known to leave a model of type {model_type!r} as it is: "
-            f"{', '.join(odd)}; if nothing depends on it, remove it from a copy of the config"
+            f"config.json: not supported for model_type {model_type!r}: {', '.join(odd)}; remove "
+            "from a copy of config.json what the model does not depend on"
         )
 
 

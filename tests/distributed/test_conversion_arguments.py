@@ -138,7 +138,7 @@ def test_the_export_refuses_it_by_name(case, folders, tmp_path):
     done = convert_to_hugging_face(
         megatron, tmp_path / "out", ignored_arguments=[name], progress=False
     )
-    assert any(f"exported as if it were not set: {name} {value}" in note for note in done.notes)
+    assert any(f"exported without {name} {value}" in note for note in done.notes)
 
 
 @pytest.mark.parametrize("case", SAME)

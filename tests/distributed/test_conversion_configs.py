@@ -250,7 +250,13 @@ def test_nothing_is_refused_without_need(name, found):
     """What transformers runs and we refuse is something that training does not have."""
     has_not = (
         *("hidden_act 'gelu'", "hidden_act 'relu'", "attention_bias", "mlp_bias", "sliding_window"),
-        *("contradicts", "rope type", "is not supported", "not known to leave", "layer_types"),
+        *(
+            "contradicts",
+            "rope type",
+            "is not supported",
+            "not supported for model_type",
+            "layer_types",
+        ),
         *("num_experts_per_tok 1 with", "mlp_only_layers", "decoder_sparse_step", "two names"),
     )
     refused = [result[0] for _, result in found[name] if isinstance(result, tuple) and result[1]]

@@ -112,9 +112,7 @@ def test_an_export_has_one_base_where_the_rope_parameters_name_it_too(kind, pars
 def test_two_bases_are_refused_with_both_unless_one_is_ignored(parse):
     args = parse([*RUN, "--disable-bias-linear"])
     args.rope_parameters = '{"rope_type": "default", "rope_theta": 5000000}'
-    with pytest.raises(
-        CheckpointError, match=r"rope_theta 5000000 .expected 10000, the rotary_base"
-    ):
+    with pytest.raises(CheckpointError, match=r"rope_theta 5000000 .* expected 10000"):
         check_representable(vars(args))
     [note] = check_representable(vars(args), ignored=["rope_parameters"])
     assert "rope_theta 5000000" in note

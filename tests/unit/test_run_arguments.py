@@ -100,15 +100,18 @@ EXPERTS = {**FAMILY, "num_experts": 4}
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"no_rope_freq": [0, 1, 0, 1]}, r"no_rope_freq \[0, 1, 0, 1\] \(expected None"),
-        ({"window_size": (7, 0)}, r"window_size \(7, 0\) \(expected None"),
-        ({"softmax_scale": 0.5}, r"softmax_scale 0\.5 \(expected None"),
-        ({"use_mup": True}, r"use_mup True \(expected None or False"),
+        ({"no_rope_freq": [0, 1, 0, 1]}, r"no_rope_freq \[0, 1, 0, 1\] \(.* expected None"),
+        ({"window_size": (7, 0)}, r"window_size \(7, 0\) \(.* expected None"),
+        ({"softmax_scale": 0.5}, r"softmax_scale 0\.5 \(.* expected None"),
+        ({"use_mup": True}, r"use_mup True \(.* expected None or False"),
         ({"spec": ["os", "system"]}, r"spec \['os', 'system'\]"),
         ({**EXPERTS, "moe_router_topk_scaling_factor": 2.5}, r"scaling_factor 2\.5 .*or 1\.0"),
-        ({**EXPERTS, "moe_layer_freq": [1, 0]}, r"moe_layer_freq \[1, 0\] \(expected 1"),
+        ({**EXPERTS, "moe_layer_freq": [1, 0]}, r"moe_layer_freq \[1, 0\] \(.* expected 1"),
         ({**EXPERTS, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "sinkhorn"),
-        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, r"factor 32\.0 \(expected 8\.0"),
+        (
+            {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+            r"factor 32\.0 \(.* expected 8\.0",
+        ),
     ],
 )
 def test_what_a_family_cannot_say_is_refused_with_both_values(given, said):
@@ -137,9 +140,9 @@ def test_a_field_that_a_later_host_adds_is_refused_unless_it_is_at_its_default(m
     defaults = {**compat.argument_defaults(), "attention_twist": 0}
     monkeypatch.setattr(compat, "argument_defaults", lambda: defaults)
     assert check_representable({**FAMILY, "attention_twist": 0}) == []
-    with pytest.raises(CheckpointError, match=r"attention_twist 3 \(default: 0; "):
+    with pytest.raises(CheckpointError, match=r"attention_twist 3 \(.* default: 0\)"):
         check_representable({**FAMILY, "attention_twist": 3})
-    with pytest.raises(CheckpointError, match=r"of_a_fork 3 \(default: not an argument of this"):
+    with pytest.raises(CheckpointError, match=r"of_a_fork 3 \(.* not an argument of this"):
         check_representable({**FAMILY, "of_a_fork": 3})
 
 
