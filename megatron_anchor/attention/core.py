@@ -27,6 +27,7 @@ from megatron_anchor.attention.backends import Layer, bind_backend
 from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSSES
 from megatron_anchor.attention.fused_rope import rotate_in_one_pass
 from megatron_anchor.attention.packed import AnchorPackedSeqParams
+from megatron_anchor.attention.position_embedding import refuse_own_positions
 from megatron_anchor.attention.rope import RotarySettings
 
 
@@ -66,6 +67,7 @@ class AnchorCoreAttention(MegatronModule):
         context_parallel: str = ULYSSES,
     ) -> None:
         super().__init__(config=config)
+        refuse_own_positions()
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"packed documents need a causal mask, got {attn_mask_type}")
         assert attention_type == "self", attention_type

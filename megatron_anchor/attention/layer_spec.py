@@ -1,20 +1,24 @@
-"""Megatron's own GPT block spec with `AnchorCoreAttention` in the place of the stock attention."""
+"""Megatron's own GPT block spec with this package's attention, layer and router in it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_anchor.attention.backends.request import ULYSSES
 from megatron_anchor.attention.core import AnchorCoreAttention
+from megatron_anchor.attention.layer import AnchorTransformerLayer
 from megatron_anchor.attention.norms import TorchNorm
 from megatron_anchor.attention.rope import RotarySettings
+from megatron_anchor.attention.router import AnchorRouter
 
 
 def anchor_block_spec(
@@ -42,7 +46,8 @@ def anchor_block_spec(
         pp_rank: pipeline rank; None means this process' own.
 
     Returns:
-        Spec whose self-attention layers all hold `AnchorCoreAttention`.
+        Spec whose layers all hold `AnchorCoreAttention`, and `AnchorRouter` where they have
+        experts.
     """
     spec = get_gpt_decoder_block_spec(
         config,
@@ -60,7 +65,9 @@ def anchor_block_spec(
         context_parallel=context_parallel,
     )
     for layer in spec.layer_specs:
+        layer.module = AnchorTransformerLayer
         layer.submodules.self_attention.submodules.core_attention = core_attention
+        layer.submodules.mlp = _with_anchor_router(layer.submodules.mlp)
         _replace_torch_norms(layer.submodules)
         _replace_torch_norms(layer.submodules.self_attention.submodules)
     _replace_torch_norms(spec)
@@ -87,6 +94,14 @@ def layer_spec_provider(
         )
 
     return provide
+
+
+def _with_anchor_router(mlp: Any) -> Any:
+    """Replace the router in the spec of an MoE layer; dense layers stay as they are."""
+    if not (isinstance(mlp, partial) and mlp.func is MoELayer):
+        return mlp
+    submodules = dataclasses.replace(mlp.keywords["submodules"], router=AnchorRouter)
+    return partial(MoELayer, **{**mlp.keywords, "submodules": submodules})
 
 
 def _replace_torch_norms(submodules: Any) -> None:

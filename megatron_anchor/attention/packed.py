@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_anchor.attention.rope import RotarySettings, cos_and_sin, inverse_frequencies
+from megatron_anchor.attention.router_slots import RouterSlots
 
 
 @dataclass
@@ -37,6 +38,8 @@ class AnchorPackedSeqParams(PackedSeqParams):
     shared_anchor: bool = False
     """The paper's layout: slot 0 of a sample is the only anchor and every document of the sample
     sees it. Only the ``flex`` kernel does it; elsewhere documents carry copies of the anchor."""
+    router: RouterSlots | None = None
+    """The slots that count as tokens in a router of experts; models without experts need none."""
     _made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -74,6 +77,7 @@ def pack_micro_batch(
     *,
     seq_length: int,
     shared_anchor: bool = False,
+    router: RouterSlots | None = None,
 ) -> AnchorPackedSeqParams:
     """Merge the documents of a micro-batch's samples into one list.
 
@@ -83,6 +87,7 @@ def pack_micro_batch(
             padded at the end by repetition.
         seq_length: S, the slots of a whole sample.
         shared_anchor: see `AnchorPackedSeqParams`.
+        router: the same; a model with experts needs it in training.
 
     Returns:
         Parameters whose documents cover the B x S slots, sample after sample, padding dropped.
@@ -103,4 +108,5 @@ def pack_micro_batch(
         position_ids_Bs=position_ids_Bs,
         document_lengths=lengths,
         shared_anchor=shared_anchor,
+        router=router,
     )

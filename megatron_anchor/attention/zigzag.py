@@ -80,3 +80,13 @@ def slots_of_rank(cu_seqlens_Bn: Tensor, *, cp_size: int, rank: int) -> Tensor:
         for row in cu_seqlens_Bn.cpu().numpy()
     ]
     return torch.from_numpy(np.stack(rows)).to(cu_seqlens_Bn.device)
+
+
+def take_slots(field_BS: Tensor, slots: slice | Tensor) -> Tensor:
+    """Take what a rank holds out of whole samples.
+
+    Args:
+        field_BS: [B, S] any dtype.
+        slots: a slice of the sequence, or [B, s] int64 as of `slots_of_rank`.
+    """
+    return field_BS[:, slots] if isinstance(slots, slice) else field_BS.gather(1, slots)

@@ -56,10 +56,11 @@ class PackedDataset(MegatronDataset):
     """Samples of whole and cut documents, each document behind a copy of the anchor.
 
     `dataset[i]` is a dict of tensors: tokens, labels (0 where masked), position_ids int64 [S],
-    loss_mask float32 [S], cu_seqlens int32 [ceil(S / 2) + 1] (segment borders, then S repeated),
-    max_seqlen, num_documents (slices), num_cut (slices of cut documents), num_padding (slots) int32
-    scalars, and origin int64 [2]: this dataset's `number` and i, by which a run can say what was in
-    a batch. `dataset[None]` is a sample without targets, to fill a batch with.
+    loss_mask float32 [S], router_mask bool [S] (slots that a router of experts counts), cu_seqlens
+    int32 [ceil(S / 2) + 1] (segment borders, then S repeated), max_seqlen, num_documents (slices),
+    num_cut (slices of cut documents), num_padding (slots) int32 scalars, and origin int64 [2]: this
+    dataset's `number` and i, by which a run can say what was in a batch. `dataset[None]` is a
+    sample in which nothing counts, to fill a batch with.
 
     Args:
         dataset: the corpus.
@@ -185,6 +186,7 @@ class PackedDataset(MegatronDataset):
         if idx is None:
             arrays["labels"][:] = 0
             arrays["loss_mask"][:] = 0.0
+            arrays["router_mask"][:] = False
         sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return sample | {"origin": torch.tensor([self.number, (idx or 0) % self._num_samples])}
 

@@ -18,7 +18,8 @@ from megatron.training import get_args
 from torch import Tensor
 
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_batch
-from megatron_anchor.attention.zigzag import slots_of_rank
+from megatron_anchor.attention.router_slots import router_slots
+from megatron_anchor.attention.zigzag import slots_of_rank, take_slots
 from megatron_anchor.packing.layout import cu_seqlens_length
 from megatron_anchor.training.arguments import splits_documents
 
@@ -66,16 +67,24 @@ def get_batch(
         sequence, or zigzag pieces of every document where Transformer Engine communicates.
 
     Raises:
-        ValueError: if a document cannot be cut into the pieces that Transformer Engine needs.
+        ValueError: if a sample lacks a field (router_mask, for models with experts), or a document
+            cannot be cut into the pieces that Transformer Engine needs.
     """
     columns = {name: seq_length for name in SLOT_FIELDS}
     origin_B2 = None
     pattern = get_args().attention_pattern
+    if get_args().num_experts:
+        columns["router_mask"] = seq_length
     columns["cu_seqlens"] = cu_seqlens_length(seq_length, attention_pattern=pattern)
     columns |= dict.fromkeys(figures, 1)
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         sample = next(data_iterator)
+        if missing := [name for name in columns if name not in sample]:
+            raise ValueError(
+                f"the data loader's samples have no {', '.join(missing)}: a dataset of your own "
+                "must yield the fields of PackedDataset (docs/packing.md)"
+            )
         origin_B2 = sample.get("origin")
         rows = [sample[name].view(micro_batch_size, -1).to(torch.int32) for name in columns]
         table = torch.cat(rows, dim=1).cuda(non_blocking=True)
@@ -99,18 +108,27 @@ def _on_this_context_parallel_rank(
     figures: tuple[str, ...],
     origin_B2: Tensor | None,
 ) -> MicroBatch:
-    P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-    if splits_documents(get_args()):
-        slots_Bs = slots_of_rank(field["cu_seqlens"], cp_size=P, rank=r)
-        piece = {name: field[name].gather(1, slots_Bs).long() for name in SLOT_FIELDS}
-    else:
-        s = seq_length // P
-        piece = {name: field[name][:, r * s : (r + 1) * s].long() for name in SLOT_FIELDS}
+    own_slots = _own_slots(field["cu_seqlens"], seq_length)
+    piece = {name: take_slots(field[name], own_slots).long() for name in SLOT_FIELDS}
+    router = None
+    if "router_mask" in field:
+        router = router_slots(field["router_mask"], field["loss_mask"], own_slots=own_slots)
     return MicroBatch(
         tokens=piece["tokens"],
         labels=piece["labels"],
         loss_mask=piece["loss_mask"].float(),
-        packed=pack_micro_batch(piece["position_ids"], field["cu_seqlens"], seq_length=seq_length),
+        packed=pack_micro_batch(
+            piece["position_ids"], field["cu_seqlens"], seq_length=seq_length, router=router
+        ),
         figures={name: field[name].squeeze(1).long() for name in figures},
         origin_B2=origin_B2,
     )
+
+
+def _own_slots(cu_seqlens_Bn: Tensor, seq_length: int) -> slice | Tensor:
+    """What this context-parallel rank holds of the sequence: a piece, or [B, s] slots."""
+    P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    if splits_documents(get_args()):
+        return slots_of_rank(cu_seqlens_Bn, cp_size=P, rank=r)
+    s = seq_length // P
+    return slice(r * s, (r + 1) * s)

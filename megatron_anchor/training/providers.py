@@ -18,7 +18,7 @@ from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balanc
 from megatron_anchor.packing.blend import use_whole_blends
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import choose_anchor
-from megatron_anchor.training import bad_batch
+from megatron_anchor.training import anchor_copies, bad_batch
 from megatron_anchor.training.arguments import (
     context_parallel,
     document_alignment,
@@ -89,6 +89,8 @@ def model_config(args: Namespace) -> Any:
         f"> attention pattern {args.attention_pattern}, RoPE base {rotary.base:g}, rotation in "
         f"float32 (angles {rotary.angle_dtype})\n> {choice.explain()}"
     )
+    for warning in anchor_copies.warnings(args):
+        print_rank_0(f"> warning: {warning}")
     config = gpt_config_from_args(args)
     config.position_embedding_type = "none"
     config.transformer_layer_spec = layer_spec_provider(

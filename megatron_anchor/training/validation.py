@@ -15,6 +15,7 @@ from megatron_anchor.attention import ulysses
 from megatron_anchor.attention.backends import AttentionRequest, choose_backend, this_hardware
 from megatron_anchor.attention.backends.te_rules import FIRST_VERSION
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
+from megatron_anchor.attention.router import unsupported_reasons
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
 from megatron_anchor.training import last_checkpoints, saved_checkpoints
@@ -262,6 +263,11 @@ def _host_features(args: Namespace) -> Iterator[str]:
         yield "--transformer-impl inference_optimized is for inference"
 
 
+def _experts(args: Namespace) -> Iterator[str]:
+    if args.num_experts:
+        yield from unsupported_reasons(args)
+
+
 def _packing(args: Namespace) -> Iterator[str]:
     """What PackedDatasetConfig would refuse too, before anything is set up."""
     alignment = document_alignment(args)
@@ -347,6 +353,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _context_parallel_kinds,
     _backend,
     _host_features,
+    _experts,
     _packing,
     _blend,
     _balance,

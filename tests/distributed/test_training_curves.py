@@ -101,7 +101,12 @@ def worst_difference(curve, expected, scalar):
 
 
 def test_experts_and_qk_norm_continue_the_curve_too(one_process, tmp_path):
-    flags = "--calculate-per-token-loss --qk-layernorm --num-experts 4 --moe-router-topk 2"
+    flags = (
+        "--calculate-per-token-loss --qk-layernorm --num-experts 4 --moe-router-topk 2 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 "
+        "--moe-z-loss-coeff 0.01 --packing best-fit"
+    )
     # From the same weights and a fresh optimizer: Megatron keeps one optimizer a set of experts,
     # and refuses to load them for another number of expert-parallel ranks.
     common = one_process(flags)[0] + " --finetune --no-load-optim --no-load-rng"
@@ -109,8 +114,9 @@ def test_experts_and_qk_norm_continue_the_curve_too(one_process, tmp_path):
     expected = pretrain(1, common, tensorboard=tmp_path / "one")
     curve = pretrain(4, f"{common} {layout}", tensorboard=tmp_path / "four")
     assert len(curve["lm loss"]) == LAST
-    for scalar in ("lm loss", "grad-norm"):
-        assert worst_difference(curve, expected, scalar) <= 1e-5
+    assert max(curve["padding share"].values()) > 0
+    for scalar in ("lm loss", "grad-norm", "seq_load_balancing_loss", "z_loss"):
+        assert worst_difference(curve, expected, scalar) <= 1e-5, scalar
 
 
 def test_bfloat16_begins_with_the_same_loss_and_stays_near(one_process, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_anchor.packing.interleave import Interleaving
+from megatron_anchor.training import anchor_copies
 from megatron_anchor.training.arguments import (
     AnchorArguments,
     add_anchor_arguments,
@@ -142,6 +143,9 @@ REFUSED = {
     "--rotary-percent 0.4": "RoPE rotates pairs",
     "--dump-bad-batch d --fp16": "dynamic loss scale, Inf and NaN are the signals",
     "--dump-bad-batch d --no-check-for-nan-in-loss-and-grad": "looks at no loss",
+    "--num-experts 4 --moe-router-load-balancing-type quantile_balancing": "its quantiles would "
+    "count padding and copies",
+    "--num-experts 4 --mlp-chunks-for-training 2": "--mlp-chunks-for-training 2: Megatron does not",
     "--window-size 128,0": "sliding-window attention is not implemented",
 }
 
@@ -150,6 +154,35 @@ REFUSED = {
 def test_what_cannot_run_is_refused_with_value_and_remedy(extra, parse):
     with pytest.raises(ValueError, match=REFUSED[extra]):
         require_supported(parse(extra))
+
+
+EXPERTS = "--num-experts 4 --hidden-dropout 0 --attention-dropout 0"
+NOT_EXACT = {
+    "": ["--hidden-dropout 0.1: it differs", "--attention-dropout 0.1: it differs"],
+    "--hidden-dropout 0": ["--attention-dropout 0.1: it differs"],
+    "--attention-pattern anchor-masked --attention-dropout 0": ["--hidden-dropout 0.1"],
+    "--attention-pattern full": [],
+    "--attention-pattern intra-document": [],
+    "--hidden-dropout 0 --attention-dropout 0 --moe-expert-capacity-factor 1": [],
+    EXPERTS: [],
+    f"{EXPERTS} --moe-expert-capacity-factor 1.5": ["--moe-expert-capacity-factor 1.5: padding"],
+    f"{EXPERTS} --moe-expert-capacity-factor 1 --attention-pattern full": ["padding and copies"],
+    f"{EXPERTS} --moe-input-jitter-eps 0.01": ["--moe-input-jitter-eps 0.01: it differs"],
+    f"{EXPERTS} --moe-router-force-load-balancing": ["-load-balancing routes at random"],
+    f"{EXPERTS} --moe-router-force-biased 0.5": ["--moe-router-force-biased routes at random"],
+}
+
+
+@pytest.mark.parametrize("extra", NOT_EXACT)
+def test_what_makes_copies_of_the_anchor_differ_is_said(extra, parse):
+    found = anchor_copies.warnings(parse(extra))
+    assert len(found) == len(NOT_EXACT[extra])
+    for text, expected in zip(found, NOT_EXACT[extra], strict=True):
+        assert expected in text
+
+
+def test_settings_of_experts_do_not_concern_dense_models(parse):
+    assert refusals(parse("--mlp-chunks-for-training 2")) == []
 
 
 def test_missing_shape_arguments_are_named(parse):
