@@ -21,7 +21,11 @@ from megatron_anchor.checkpoint.hugging_face_keys import (
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.model_folder import check_links, read_json
 from megatron_anchor.checkpoint.names import names
-from megatron_anchor.checkpoint.transformers_config import check_fields, transformers_config
+from megatron_anchor.checkpoint.transformers_config import (
+    EXPERTS,
+    check_fields,
+    transformers_config,
+)
 
 NOT_KEPT = names(
     """
@@ -83,7 +87,7 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
         rotary_base=theta,
         scaling=scaling,
         positions=theirs.max_position_embeddings,
-        **_experts(theirs, family, name),
+        **_experts(config, theirs, family),
         **family.biases(theirs),
     )
     _refuse_unsupported(config, theirs, model)
@@ -108,19 +112,19 @@ def _understood(config: Mapping[str, Any]) -> tuple[Any, Family, str]:
     return transformers_config(config, family.model_type), family, name
 
 
-def _experts(theirs: Any, family: Family, name: str) -> dict[str, Any]:
+def _experts(config: Mapping[str, Any], theirs: Any, family: Family) -> dict[str, Any]:
     """Give what a mixture of experts has in addition, as fields of `Model`."""
     if not family.has_experts:
         return {}
-    mixtral = name.startswith("Mixtral")  # always normalizes
-    counts = {getattr(theirs, key, None) for key in ("num_local_experts", "num_experts")} - {None}
+    counts = {config[name] for name in EXPERTS if config.get(name) is not None}
     if len(counts) > 1:
         raise CheckpointError(
-            f"config.json: num_experts and num_local_experts are two names of one number, got "
-            f"{' and '.join(sorted(map(str, counts)))}; keep the right one"
+            f"config.json: {' and '.join(EXPERTS)} are two names of one number, got "
+            f"{' and '.join(map(str, sorted(counts)))}; keep the right one"
         )
+    mixtral = family.model_type == "mixtral"  # always normalizes
     return {
-        "experts": counts.pop(),
+        "experts": theirs.num_local_experts if mixtral else theirs.num_experts,
         "experts_per_token": theirs.num_experts_per_tok,
         "normalized_router": mixtral or theirs.norm_topk_prob,
         "router_loss_coefficient": float(theirs.router_aux_loss_coef),

@@ -51,6 +51,8 @@ ROPE = {
     "partial_rotary_factor": float,
     "original_max_position_embeddings": int,
 }
+EXPERTS = ("num_experts", "num_local_experts")
+"""Names of one number: which of them a family has depends on transformers' version."""
 NULLABLE = {
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "layer_types"),
     *("mlp_only_layers", *ROPE),
@@ -106,6 +108,9 @@ def transformers_config(config: Mapping[str, Any], model_type: str) -> Any:
 
     names = read_keys(model_type) - {"architectures", "model_type", "quantization_config"}
     given = {name: copy.deepcopy(config[name]) for name in names if name in config}
+    for name, other in (EXPERTS, EXPERTS[::-1]):
+        if name in given:
+            given.setdefault(other, given[name])
     try:
         return CONFIG_MAPPING[model_type](**given)
     except Exception as error:  # strict dataclasses have an Exception of their own

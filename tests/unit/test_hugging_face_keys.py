@@ -218,6 +218,8 @@ def test_an_export_with_scaling_names_what_transformers_would_compute_it_from():
         ),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 of 4 experts"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]"),
+        ("mixtral", {"num_experts": 2}, "are two names of one number, got 2 and 4"),
+        ("qwen3_moe", {"num_experts": 2}, "are two names of one number, got 2 and 4"),
     ],
 )
 def test_experts_that_megatron_has_not_are_refused(name, change, said):
