@@ -55,6 +55,40 @@ def have_fused_weight_gradient() -> bool:
     )
 
 
+@functools.cache
+def argument_defaults() -> dict[str, Any]:
+    """Give the defaults of Megatron's flags, and of fields of its model config without a flag."""
+    quiet_imports_without_gpu()
+    from dataclasses import MISSING, fields
+
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(ArgumentParser())
+    of_config = {
+        field.name: field.default
+        for field in fields(TransformerConfig)
+        if field.default is not MISSING
+    }
+    return of_config | vars(parser.parse_args([]))
+
+
+def gpt_model_config(args: Namespace) -> Any:
+    """Turn a complete namespace into Megatron's model config, by Megatron's own translation."""
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    return gpt_config_from_args(args)
+
+
+def build_gpt_model(config: Any, *, vp_stage: int | None = None) -> Any:
+    """Build this rank's part of a model as Megatron's training does, in the initialized groups."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return GPTModelBuilder(config).build_model(groups, vp_stage=vp_stage)
+
+
 def add_argument_group(parser: ArgumentParser, config: type, *, title: str) -> None:
     """Turn a dataclass' fields and their docstrings into flags, by Megatron's own factory."""
     from megatron.training.argument_utils import ArgumentGroupFactory

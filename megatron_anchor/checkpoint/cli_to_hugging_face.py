@@ -51,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
         "and tokenizer from; default: the run's --tokenizer-model where it is the same model",
     )
     add(
+        "--ignore-arguments",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="arguments of the run, as an error named them, that the exported model does without",
+    )
+    add(
         "--max-shard-size",
         type=float,
         default=SHARD_BYTES / 1e9,
@@ -71,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         iteration=args.iteration,
         average=args.average,
         like=args.like,
+        ignored_arguments=args.ignore_arguments,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         shard_bytes=int(args.max_shard_size * 1e9),
         progress=not args.no_progress and not args.json,

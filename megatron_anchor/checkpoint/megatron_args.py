@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.hugging_face_config import scaling_of
 from megatron_anchor.checkpoint.model import PADDED_VOCABULARY_MULTIPLE, Model
 
 FLAGS = {
@@ -48,21 +49,6 @@ FLAGS = {
     "fp16": "--fp16",
 }
 """Megatron's name of a value to its flag, in the order of megatron_args.txt."""
-
-MUST_BE = {
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "apply_layernorm_1p": False,
-    "multi_latent_attention": False,
-    "qk_l2_norm": False,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-}
-"""What a run must have trained with to be one of our families."""
 
 
 def argument_values(
@@ -162,31 +148,24 @@ def namespace(values: Mapping[str, Any], *, dtype: torch.dtype) -> Namespace:
 def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: int) -> Model:
     """Read a model's shape from the arguments of the run that trained it.
 
+    What the families cannot represent is not looked at here; `argument_check` does that.
+
     Args:
         args: as the checkpoint records them; Megatron's own runs lack our flags.
         family: architecture to export as; None: the plainest one that has these weights.
         padded_vocabulary: rows of the stored embedding.
 
     Raises:
-        CheckpointError: for a model that is none of the families.
+        CheckpointError: for two scalings of RoPE at once.
     """
     given = vars(args)
-    wrong = [
-        f"{name} {given[name]} (expected {value})"
-        for name, value in MUST_BE.items()
-        if given.get(name, value) not in (value, None)
-    ]
-    if wrong:
-        raise CheckpointError(f"this model is none of the families: {', '.join(wrong)}")
     heads = args.num_attention_heads
     groups = given.get("num_query_groups") if given.get("group_query_attention") else heads
     bias = bool(given.get("add_bias_linear", True))
     qk_norm = bool(given.get("qk_layernorm", False))
     experts = given.get("num_experts") or 0
-    frequency = given.get("moe_layer_freq", 1)
-    if experts and frequency != 1 and set(frequency) != {1}:
-        raise CheckpointError(f"moe_layer_freq {frequency}: only experts in every layer are known")
     qkv_bias = bias or bool(given.get("add_qkv_bias", False))
+    base, scaling = _rope(given)
     return Model(
         family=family or _family(qk_norm=qk_norm, qkv_bias=qkv_bias, bias=bias, experts=experts),
         layers=args.num_layers,
@@ -205,8 +184,8 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
         mlp_bias=bias,
         qk_norm=qk_norm,
         epsilon=float(given.get("layernorm_epsilon", given.get("norm_epsilon", 1e-5))),
-        rotary_base=float(given.get("rotary_base", 10000)),
-        scaling=_scaling(given),
+        rotary_base=base,
+        scaling=scaling,
         positions=int(given.get("max_position_embeddings") or given["seq_length"]),
         experts=experts,
         experts_per_token=given.get("moe_router_topk", 2) if experts else 0,
@@ -234,13 +213,15 @@ def _vocabulary(given: Mapping[str, Any], padded: int) -> int:
     return given.get("vocab_size") or padded
 
 
-def _scaling(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope(given: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Give the base and the scaling without it; `argument_check` compares two bases."""
     from megatron_anchor.training.arguments import rope_scaling
 
     flags = ("rope_parameters", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
     try:
-        return rope_scaling(
+        form = rope_scaling(
             Namespace(**{"rope_scaling_factor": 8.0, **dict.fromkeys(flags), **given})
         )
     except ValueError as error:
         raise CheckpointError(f"the run's arguments: {error}") from error
+    return float(given.get("rotary_base", 10000)), scaling_of(form)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_anchor.checkpoint.model_folder import own_code
+from megatron_anchor.checkpoint.pretrained import check_weights
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.models import Placement
 
@@ -57,6 +59,7 @@ class HarnessJob:
             "tokenizer": str(self.tokenizer),
             "dtype": self.placement.dtype,
             "attn_implementation": self.placement.attention,
+            "trust_remote_code": False,
             "max_length": max(self.lengths),
             "batch_size": self.batch_size,
             "device": self.placement.device,
@@ -115,12 +118,29 @@ def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
         raise EvaluationError(f"--engine lm-eval: {error}; {INSTALL}") from error
 
 
+def check_code(job: HarnessJob) -> None:
+    """Check that no folder asks for code of its own: the harness' RULER tasks would run it.
+
+    Raises:
+        EvaluationError: naming the file.
+    """
+    for folder in (job.tokenizer, job.folder):
+        if name := own_code(folder):
+            raise EvaluationError(
+                f"{folder / name} has an auto_map: lm-eval's RULER tasks would run the folder's "
+                "own Python code; remove it from a copy, or use --engine hf, which never runs it"
+            )
+
+
 def load_harness_model(job: HarnessJob) -> Any:
     """Load the model as the harness does.
 
     Raises:
-        EvaluationError: if it does not load.
+        EvaluationError: if it does not load, or lm-eval would run code of its folder.
+        CheckpointError: if its weights are damaged or hold code.
     """
+    check_code(job)
+    check_weights(job.folder)
     from lm_eval.models.huggingface import HFLM
 
     try:

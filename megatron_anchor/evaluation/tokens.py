@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_anchor.checkpoint import tokenizer_files
+from megatron_anchor.checkpoint.pretrained import load_tokenizer
 from megatron_anchor.evaluation.errors import EvaluationError
 
 PROBES = ("a", "Hello, world", "x = 1\n")
@@ -26,18 +27,14 @@ class PromptTokenizer:
 
         Raises:
             EvaluationError: if there is no tokenizer, or not that token.
+            CheckpointError: if it does not load.
         """
         if not tokenizer_files.has_tokenizer(folder):
             raise EvaluationError(
                 f"{folder} has no tokenizer ({', '.join(tokenizer_files.VOCABULARIES)}); name a "
                 "folder that has it with --tokenizer"
             )
-        from transformers import AutoTokenizer
-
-        try:
-            self.library = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise EvaluationError(f"{folder}: its tokenizer does not load: {error}") from error
+        self.library = load_tokenizer(folder)
         self.library.model_max_length = 1 << 60  # lengths are our business
         self.first = self._first(first_token)
         self.digest = self._digest()
