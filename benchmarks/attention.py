@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_anchor.attention.backends import sdpa
-from megatron_anchor.attention.block_mask import documents_block_mask
+from megatron_anchor.attention.block_mask import runs_block_mask
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_batch
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
@@ -56,12 +56,12 @@ class Sample:
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
         self.upstream_SHD = torch.randn(self.q_SHD.shape, generator=generator)
-        self.block_mask = documents_block_mask(self.cu_seqlens, slots=seq_length)
+        self.block_mask = runs_block_mask(self.packed.runs())
 
     def ours(self) -> Tensor:
         """One call a document."""
         return sdpa.attend(
-            self.q_SHD, self.k_SGD, self.v_SGD, packed=self.packed, scale=SCALE, dropout=0.0
+            self.q_SHD, self.k_SGD, self.v_SGD, runs=self.packed.runs(), scale=SCALE, dropout=0.0
         )
 
     def full(self) -> Tensor:

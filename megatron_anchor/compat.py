@@ -100,6 +100,7 @@ def parse_and_validate_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
     *,
     check: Callable[[Namespace], None],
+    prepare: Callable[[Namespace], None] = lambda args: None,
 ) -> Namespace:
     """Parse as Megatron does, with our own check before its validation and after it.
 
@@ -109,6 +110,7 @@ def parse_and_validate_args(
     Args:
         extra_args_provider: adds flags to the parser.
         check: raises ValueError for arguments that cannot run.
+        prepare: replaces values that stand for something that Megatron does not know.
 
     Returns:
         Megatron's validated namespace, which is then also its global one.
@@ -118,6 +120,7 @@ def parse_and_validate_args(
     args = host.parse_args(extra_args_provider)
     if not args.use_checkpoint_args:
         check(args)
+    prepare(args)
     parse_args = host.parse_args
     host.parse_args = lambda *_, **__: args  # parsing takes Megatron about a second
     try:

@@ -39,4 +39,4 @@ class AnchorTransformerLayer(TransformerLayer):
         tp = self.pg_collection.tp
         rank, size = (tp.rank(), tp.size()) if self.config.sequence_parallel else (0, 1)
         router = packed.router
-        return packed.once(("router", rank, size), lambda: router.share(rank=rank, size=size))
+        return packed.cached(("router", rank, size), lambda: router.share(rank=rank, size=size))

@@ -19,6 +19,7 @@ from megatron_anchor.attention.layer import AnchorTransformerLayer
 from megatron_anchor.attention.norms import TorchNorm
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.attention.router import AnchorRouter
+from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 
 
 def anchor_block_spec(
@@ -28,6 +29,7 @@ def anchor_block_spec(
     backend: str,
     precision: str = "model",
     context_parallel: str = ULYSSES,
+    gather_memory: int = GATHER_LIMIT,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
@@ -41,7 +43,8 @@ def anchor_block_spec(
         rotary: rotation of queries and keys.
         backend: name of the attention kernel, already resolved.
         precision: of the attention core, ``model`` or ``fp32``.
-        context_parallel: who communicates, ``ulysses`` or ``te``.
+        context_parallel: how ranks communicate, one of `request.CONTEXT_PARALLEL`.
+        gather_memory: bytes that gathered keys and values may take.
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; None means this process' own.
 
@@ -63,6 +66,7 @@ def anchor_block_spec(
         backend=backend,
         precision=precision,
         context_parallel=context_parallel,
+        gather_memory=gather_memory,
     )
     for layer in spec.layer_specs:
         layer.module = AnchorTransformerLayer
@@ -80,6 +84,7 @@ def layer_spec_provider(
     backend: str,
     precision: str = "model",
     context_parallel: str = ULYSSES,
+    gather_memory: int = GATHER_LIMIT,
 ) -> Callable[..., Any]:
     """Wrap `anchor_block_spec` in the signature of ``GPTModelConfig.transformer_layer_spec``."""
 
@@ -90,6 +95,7 @@ def layer_spec_provider(
             backend=backend,
             precision=precision,
             context_parallel=context_parallel,
+            gather_memory=gather_memory,
             vp_stage=vp_stage,
         )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_anchor.attention.zigzag import take_slots
+from megatron_anchor.attention.runs import move
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,14 @@ class RouterSlots:
     """[B] int64: counted slots of each whole sample."""
     targets_B: Tensor
     """[B] int64: targets of each whole sample; the auxiliary losses' weight per token loss."""
+
+    def to(self, device: torch.device) -> RouterSlots:
+        """Copy to the device without waiting for it."""
+        return RouterSlots(
+            counted_Bs=move(self.counted_Bs, device),
+            tokens_B=move(self.tokens_B, device),
+            targets_B=move(self.targets_B, device),
+        )
 
     def share(self, *, rank: int, size: int) -> RouterMask:
         """Give the piece of one sequence-parallel rank to Megatron's MoE layer.
@@ -68,6 +76,13 @@ def router_slots(
         tokens_B=counted_BS.sum(1),
         targets_B=(loss_mask_BS != 0).sum(1),
     )
+
+
+def take_slots(x_BS: Tensor, own_slots: slice | Tensor) -> Tensor:
+    """[B, s]: the slots of a context-parallel rank, given as in `router_slots`."""
+    if isinstance(own_slots, slice):
+        return x_BS[:, own_slots]
+    return x_BS.gather(1, own_slots)
 
 
 class RouterMask:

@@ -122,6 +122,7 @@ LAYOUT = names(
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers mtp_standalone",
     "microbatch_group_size_per_vp_stage variable_seq_lengths anchor_context_parallel",
+    "kv_gather_memory_mib pad_documents_to",
     "make_vocab_size_divisible_by",
 )
 EXECUTION = names(

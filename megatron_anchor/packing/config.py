@@ -72,6 +72,10 @@ class PackedDatasetConfig(GPTDatasetConfig):
     first_token_loss: bool = True
     """Whether a document's first token is a target, predicted by its anchor (or tag)."""
 
+    context_parts: int = 1
+    """Parts among which the slots of a sample are dealt out for equal attention work
+    (`megatron_anchor.context_parallel.split.assign_chunks`); 1 = they are not."""
+
     def __post_init__(self) -> None:
         """Check the settings.
 

@@ -31,6 +31,7 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
+from megatron_anchor.context_parallel.split import split_sample
 from megatron_anchor.packing.best_fit import fitted_pieces
 from megatron_anchor.packing.cache import StoredArrays, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
@@ -59,8 +60,10 @@ class PackedDataset(MegatronDataset):
     loss_mask float32 [S], router_mask bool [S] (slots that a router of experts counts), cu_seqlens
     int32 [ceil(S / 2) + 1] (segment borders, then S repeated), max_seqlen, num_documents (slices),
     num_cut (slices of cut documents), num_padding (slots) int32 scalars, and origin int64 [2]: this
-    dataset's `number` and i, by which a run can say what was in a batch. `dataset[None]` is a
-    sample in which nothing counts, to fill a batch with.
+    dataset's `number` and i, by which a run can say what was in a batch. Where the config has
+    `context_parts` there are part_of_chunk int32 [32 x parts] and context_imbalance too
+    (`megatron_anchor.context_parallel.split.split_sample`). `dataset[None]` is a sample in which
+    nothing counts, to fill a batch with.
 
     Args:
         dataset: the corpus.
@@ -187,6 +190,7 @@ class PackedDataset(MegatronDataset):
             arrays["labels"][:] = 0
             arrays["loss_mask"][:] = 0.0
             arrays["router_mask"][:] = False
+        arrays |= self._context_split(arrays["cu_seqlens"])
         sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return sample | {"origin": torch.tensor([self.number, (idx or 0) % self._num_samples])}
 
@@ -233,6 +237,16 @@ class PackedDataset(MegatronDataset):
         length = self.config.sequence_length
         return fitted_pieces(
             documents, begin, content, chunk=int(second), sequence_length=length, **common
+        )
+
+    def _context_split(self, cu_seqlens: np.ndarray) -> dict[str, np.ndarray]:
+        """Who holds which chunk under context parallelism, and how unequal the work is."""
+        if self.config.context_parts == 1:
+            return {}
+        return split_sample(
+            cu_seqlens,
+            sequence_length=self.config.sequence_length,
+            parts=self.config.context_parts,
         )
 
     def _interleaved(self, idx: int, pieces: Pieces) -> np.ndarray | None:

@@ -79,7 +79,12 @@ def layout_flags(layout: Layout) -> list[str]:
         + (" --sequence-parallel" if layout.tp > 1 else ""),
         f"--pipeline-model-parallel-size {layout.pp}",
         f"--context-parallel-size {layout.cp}"
-        + (f" --cp-comm-type {layout.cp_comm}" if layout.cp > 1 else ""),
+        + (f" --cp-comm-type {layout.cp_comm}" if layout.cp > 1 else "")
+        + (
+            f" --hierarchical-context-parallel-sizes {layout.heads_ranks} {layout.keys_ranks}"
+            if layout.cp_comm == "a2a+gather"
+            else ""
+        ),
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ]
     return flags + RECOMPUTE_FLAGS[layout.recompute]

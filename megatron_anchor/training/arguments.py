@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from megatron_anchor import compat
-from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSSES
+from megatron_anchor.context_parallel.split import ZIGZAG
 from megatron_anchor.packing.interleave import Interleaving
+from megatron_anchor.training.context_parallel import context_parallel
 
 ANCHOR_TOKEN_FLAGS = ["--anchor-token", "--anchor-token-id"]
 
@@ -91,9 +92,17 @@ class AnchorArguments:
     of these that can serve; it says why not those before it."""
 
     anchor_context_parallel: Literal["auto", "ulysses", "te"] = "auto"
-    """Who communicates under --context-parallel-size: 'ulysses' (ours: any kernel, no padding) or
-    'te' (Transformer Engine: documents are padded and split zigzag). 'auto' is ulysses when every
-    --cp-comm-type is a2a, else te."""
+    """Who communicates under --cp-comm-type a2a: 'ulysses' (ours: any kernel, no padding) or 'te'
+    (Transformer Engine: documents are padded and split zigzag). 'auto' is ours for auto, a2a,
+    gather and a2a+gather, and Transformer Engine for its other kinds."""
+
+    kv_gather_memory_mib: int | None = None
+    """MiB that gathered keys and values may take beside a layer's own (--cp-comm-type gather and
+    a2a+gather): fewer heads are gathered at once. Default: 1024, or what one head needs."""
+
+    pad_documents_to: int | None = None
+    """Documents per micro-batch for which cumulative lengths have room, so that their shapes do not
+    change; more are an error. Default: as many as there are."""
 
     rope_parameters: str | None = None
     """Scaled rotary embedding in Hugging Face's form, as JSON, for instance
@@ -129,8 +138,8 @@ def add_anchor_arguments(parser: ArgumentParser) -> ArgumentParser:
 def adapted_defaults() -> dict[str, Any]:
     """Give the defaults that differ from Megatron's; an explicit flag still wins."""
     defaults: dict[str, Any] = {
-        # Ulysses serves every kernel without padding documents; Megatron's p2p serves one.
-        "cp_comm_type": ["a2a"],
+        # Ours serve every kernel without padding documents; Megatron's p2p serves one.
+        "cp_comm_type": ["auto"],
         # The rotation happens in our core attention; Megatron's fused one is never called.
         "apply_rope_fusion": False,
     }
@@ -150,19 +159,8 @@ def document_alignment(args: Namespace) -> int:
     """--document-alignment, else what the context parallelism needs."""
     if args.document_alignment is not None:
         return args.document_alignment
-    return 2 * args.context_parallel_size if splits_documents(args) else 1
-
-
-def context_parallel(args: Namespace) -> str:
-    """Resolve --anchor-context-parallel to ``ulysses`` or ``te``."""
-    if args.anchor_context_parallel != "auto":
-        return args.anchor_context_parallel
-    return ULYSSES if set(args.cp_comm_type) == {"a2a"} else TRANSFORMER_ENGINE
-
-
-def splits_documents(args: Namespace) -> bool:
-    """Say whether ranks hold zigzag pieces of every document, and not a piece of the sample."""
-    return args.context_parallel_size > 1 and context_parallel(args) == TRANSFORMER_ENGINE
+    split = context_parallel(args).split
+    return 2 * split.cp_size if split.kind == ZIGZAG else 1
 
 
 def interleaving(args: Namespace) -> Interleaving | None:

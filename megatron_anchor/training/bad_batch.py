@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -26,10 +27,9 @@ from megatron.training import get_args
 from torch import Tensor
 
 from megatron_anchor import compat
-from megatron_anchor.attention.zigzag import slots_of_rank
 from megatron_anchor.packing.dataset import PackedDataset
-from megatron_anchor.training.arguments import splits_documents
 from megatron_anchor.training.bad_batch_files import SampleRecord, write_bad_batch
+from megatron_anchor.training.context_parallel import context_parallel
 
 SECONDS_FOR_THE_REPORT = 30
 """How long a rank that holds no samples stays alive for the one that reports: torchrun kills all
@@ -186,20 +186,17 @@ def _records_of_losses(losses_Bs: Tensor, origin_B2: Tensor | None) -> list[Samp
     """The samples with a loss that is not finite, and the first slot where that is so."""
     if origin_B2 is None:
         return []
-    P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    rank = mpu.get_context_parallel_rank()
     bad_Bs = ~torch.isfinite(losses_Bs).cpu()
     records = []
     for origin_2, losses_s, bad_s in zip(origin_B2, losses_Bs.cpu(), bad_Bs, strict=True):
         if bad_Bs.any() and not bad_s.any():
             continue  # where all are finite, it is their sum that is not
         for record in _records(origin_2[None]):
-            places = torch.nonzero(bad_s).flatten()
-            if splits_documents(get_args()):
-                cu_seqlens = record.sample["cu_seqlens"][None]
-                slots = slots_of_rank(cu_seqlens, cp_size=P, rank=r)[0].cpu()[places]
-            else:
-                slots = places + r * len(bad_s)
-            record.bad_slots = slots.sort().values.numpy()
+            sample, split = record.sample, context_parallel(get_args()).split
+            chunks = sample["part_of_chunk"].numpy() if split.gathers else None
+            slots_s = split.slots(sample["cu_seqlens"].numpy(), chunks, rank=rank)
+            record.bad_slots = np.sort(slots_s[bad_s.numpy()])
             record.losses = losses_s.numpy()
             records.append(record)
     return records

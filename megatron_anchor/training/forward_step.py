@@ -15,10 +15,12 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
+from megatron_anchor.context_parallel.split import CONTEXT_IMBALANCE
 from megatron_anchor.packing.balance import IMBALANCE_FIGURES
 from megatron_anchor.packing.statistics import attention_work_share, padding_share
 from megatron_anchor.training import bad_batch
 from megatron_anchor.training.batch import FIGURES, MicroBatch, get_batch
+from megatron_anchor.training.context_parallel import context_parallel
 
 stimer = StragglerDetector()
 
@@ -27,7 +29,15 @@ SPIKE = 10
 Megatron's own programs use the same factor."""
 
 
-def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) -> tuple[Any, Any]:
+IMBALANCES = {
+    IMBALANCE_FIGURES[0]: "work imbalance in order",
+    IMBALANCE_FIGURES[1]: "work imbalance",
+    CONTEXT_IMBALANCE: "context work imbalance",
+}
+"""Figures in millionths, and their names in the log."""
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Any, Any]:
     """Run one micro-batch through this rank's part of the model.
 
     Args:
@@ -43,12 +53,12 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
     with stimer(bdata=True):
         batch = get_batch(
             data_iterator,
-            micro_batch_size=args.micro_batch_size
-            if model.training
-            else args.eval_micro_batch_size,
-            seq_length=args.seq_length,
-            # Only training samples are balanced.
-            figures=FIGURES + IMBALANCE_FIGURES * (model.training and args.balance_attention_work),
+            split=context_parallel(args).split,
+            rank=mpu.get_context_parallel_rank(),
+            device=torch.empty(0, device="cuda").device,
+            has_experts=bool(args.num_experts),
+            figures=_figures(args, training=model.training),
+            pad_documents_to=args.pad_documents_to,
         )
     bad_batch.remember(batch.origin_B2, training=model.training)
     if model.training:
@@ -64,6 +74,15 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
             packed_seq_params=batch.packed,
         )
     return output, partial(loss_function, batch=batch, report_packing=model.training)
+
+
+def _figures(args: Any, *, training: bool) -> tuple[str, ...]:
+    figures: tuple[str, ...] = FIGURES
+    if training and args.balance_attention_work:  # only training samples are balanced
+        figures += IMBALANCE_FIGURES
+    if context_parallel(args).split.gathers:
+        figures += (CONTEXT_IMBALANCE,)
+    return figures
 
 
 def loss_function(
@@ -113,8 +132,9 @@ def packing_report(batch: MicroBatch, *, seq_length: int) -> dict[str, Tensor]:
 
     Returns:
         Documents per sample and how many of them are cut, share of padding slots, the share of full
-        causal attention's work that the documents leave (sum of l (l + 1) over S (S + 1)), and,
-        where the batch is balanced, the largest rank's work over the mean, before and after.
+        causal attention's work that the documents leave (sum of l (l + 1) over S (S + 1)), and
+        the largest rank's work over the mean: of data-parallel ranks where the batch is balanced,
+        before and after, and of context-parallel parts where keys and values are gathered.
     """
     figures = batch.figures
     samples = figures["num_documents"].numel()
@@ -127,9 +147,7 @@ def packing_report(batch: MicroBatch, *, seq_length: int) -> dict[str, Tensor]:
             batch.packed.cu_seqlens_q, sequence_length=seq_length
         ),
     }
-    for name, log_name in zip(
-        IMBALANCE_FIGURES, ("work imbalance in order", "work imbalance"), strict=True
-    ):
+    for name, log_name in IMBALANCES.items():
         if name in figures:
             sums[log_name] = figures[name].sum() / 1e6
     return {

@@ -14,18 +14,15 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_anchor.attention.backends import choose_backend
 from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
+from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
 from megatron_anchor.packing.blend import use_whole_blends
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import choose_anchor
 from megatron_anchor.training import anchor_copies, bad_batch
-from megatron_anchor.training.arguments import (
-    context_parallel,
-    document_alignment,
-    interleaving,
-    rope_scaling,
-)
-from megatron_anchor.training.validation import attention_request, head_dim
+from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
+from megatron_anchor.training.context_parallel import context_parallel
+from megatron_anchor.training.validation import attention_request, gather_memory, head_dim
 
 
 def anchor_token_id(args: Namespace, tokenizer: Any) -> int:
@@ -91,15 +88,26 @@ def model_config(args: Namespace) -> Any:
     )
     for warning in anchor_copies.warnings(args):
         print_rank_0(f"> warning: {warning}")
+    split = context_parallel(args)
+    if args.context_parallel_size > 1:
+        print_rank_0(f"> {split.explain()}")
     config = gpt_config_from_args(args)
     config.position_embedding_type = "none"
     config.transformer_layer_spec = layer_spec_provider(
         rotary=rotary,
         backend=choice.name,
         precision=args.attention_precision,
-        context_parallel=context_parallel(args),
+        context_parallel=split.kind,
+        gather_memory=gather_memory_limit(args),
     )
     return config
+
+
+def gather_memory_limit(args: Namespace) -> int:
+    """Bytes of --kv-gather-memory-mib; by default enough for one key/value head."""
+    if args.kv_gather_memory_mib is not None:
+        return args.kv_gather_memory_mib << 20
+    return max(GATHER_LIMIT, gather_memory(args).least())
 
 
 def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
@@ -134,6 +142,7 @@ def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
         domain_tags=args.domain_tags,
         domain_tag_format=args.domain_tag_format,
         interleaving=interleaving(args),
+        context_parts=context_parallel(args).split.parts,
         pad_token_id=pad if pad is not None and pad < tokenizer.vocab_size else 0,
         vocab_size=tokenizer.vocab_size,
     )
@@ -186,7 +195,7 @@ def balancing(args: Namespace) -> Balancing | None:
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build train, validation and test datasets on tensor-parallel rank 0 of every stage.
+    """Build train, validation and test datasets on every rank.
 
     Args:
         num_samples: samples of each split, by Megatron.
@@ -199,10 +208,10 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     train, valid, test = BlendedMegatronDatasetBuilder(
         PackedDataset,
         num_samples,
-        lambda: mpu.get_tensor_model_parallel_rank() == 0,
+        lambda: True,
         config,
     ).build()
-    if train is None and num_samples[0] and mpu.get_tensor_model_parallel_rank() == 0:
+    if train is None and num_samples[0]:
         raise ValueError(
             f"no document is left for training: --split {args.split} gives the training split "
             "nothing; give its first number a share"

@@ -13,19 +13,16 @@ import torch
 from megatron_anchor import compat
 from megatron_anchor.attention import ulysses
 from megatron_anchor.attention.backends import AttentionRequest, choose_backend, this_hardware
-from megatron_anchor.attention.backends.te_rules import FIRST_VERSION
+from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE
+from megatron_anchor.attention.gather import Memory
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.attention.router import unsupported_reasons
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
 from megatron_anchor.training import last_checkpoints, saved_checkpoints
-from megatron_anchor.training.arguments import (
-    context_parallel,
-    document_alignment,
-    interleaving,
-    rope_scaling,
-    splits_documents,
-)
+from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
+from megatron_anchor.training.context_parallel import context_parallel
+from megatron_anchor.training.context_parallel import refusals as context_refusals
 
 UNSUPPORTED_FLAGS = {
     "multi_latent_attention": "--multi-latent-attention: MLA rotates only a part of each key and "
@@ -100,7 +97,8 @@ def attention_request(args: Namespace) -> AttentionRequest:
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     if args.attention_precision == "fp32":
         dtype = torch.float32
-    kinds = tuple(args.cp_comm_type) if args.context_parallel_size > 1 else ()
+    split = context_parallel(args)
+    kinds = split.comm_types if args.context_parallel_size > 1 else ()
     tp, sizes = args.tensor_model_parallel_size, args.hierarchical_context_parallel_sizes
     return AttentionRequest(
         head_dim=head_dim(args),
@@ -110,7 +108,7 @@ def attention_request(args: Namespace) -> AttentionRequest:
         document_alignment=document_alignment(args),
         context_parallel_size=args.context_parallel_size,
         context_parallel_kinds=kinds,
-        context_parallel=context_parallel(args),
+        context_parallel=split.kind,
         a2a_size=sizes[0] if sizes else None,
         preferred=getattr(args.attention_backend, "name", args.attention_backend),
         dropout=args.attention_dropout,
@@ -200,35 +198,46 @@ def _divisibility(args: Namespace) -> Iterator[str]:
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must be a "
             "multiple of the other"
         )
-    elif (cp > 1 and not splits_documents(args)) and (
-        reason := ulysses.why_not(
-            query_heads=heads // tp, kv_heads=max(1, groups // tp), cp_size=cp
-        )
-    ):
-        yield reason
+    elif cp > 1 and next(context_refusals(args), None) is None:
+        split = context_parallel(args)
+        if split.kind != TRANSFORMER_ENGINE and (
+            reason := ulysses.why_not(
+                query_heads=heads // tp, kv_heads=max(1, groups // tp), cp_size=split.heads_ranks
+            )
+        ):
+            yield reason
 
 
 def _query_groups(args: Namespace) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
 
 
-def _context_parallel_kinds(args: Namespace) -> Iterator[str]:
-    kinds, layers = args.cp_comm_type, args.num_layers
-    if layers is not None and len(kinds) not in (1, layers):
+def _gather_memory(args: Namespace) -> Iterator[str]:
+    limit = args.kv_gather_memory_mib
+    if limit is None or next(_shape(args), None) or next(context_refusals(args), None):
+        return
+    if context_parallel(args).keys_ranks == 1:
         yield (
-            f"--cp-comm-type {' '.join(kinds)}: {len(kinds)} kinds for {layers} layers; give one "
-            "for all of them, or one a layer (--num-layers)"
+            f"--kv-gather-memory-mib {limit} has no effect here: keys and values are gathered "
+            "under --cp-comm-type gather and a2a+gather"
         )
-    for kind in dict.fromkeys(kinds):
-        if kind not in FIRST_VERSION:
-            yield (
-                f"unknown --cp-comm-type {kind!r}: expected one of {', '.join(FIRST_VERSION)}"
-                + ("; write it all_gather" if kind == "allgather" else "")
-            )
+    elif limit << 20 < (least := gather_memory(args).least()):
+        yield (
+            f"--kv-gather-memory-mib {limit}: a single key/value head needs "
+            f"{-(-least >> 20)} MiB at --seq-length {args.seq_length}; give at least that, or "
+            "leave the flag out"
+        )
+
+
+def gather_memory(args: Namespace) -> Memory:
+    """What gathered keys and values take."""
+    slots = args.seq_length * args.micro_batch_size
+    itemsize = attention_request(args).dtype.itemsize
+    return Memory(slots=slots, longest=args.seq_length, width=2 * head_dim(args), itemsize=itemsize)
 
 
 def _backend(args: Namespace) -> Iterator[str]:
-    if next(_shape(args), None) or next(_context_parallel_kinds(args), None):
+    if next(_shape(args), None) or next(context_refusals(args), None):
         return
     try:
         choose_backend(args.anchor_attention_backend, attention_request(args))
@@ -350,7 +359,8 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _positions,
     _shape,
     _divisibility,
-    _context_parallel_kinds,
+    context_refusals,
+    _gather_memory,
     _backend,
     _host_features,
     _experts,

@@ -79,6 +79,7 @@ def train_one_batch(layout, per_token, weights, biases):
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.training.global_vars import set_args
 
+    from megatron_anchor.context_parallel.split import SlotSplit
     from megatron_anchor.training.batch import get_batch
     from megatron_anchor.training.forward_step import loss_function
 
@@ -94,11 +95,6 @@ def train_one_batch(layout, per_token, weights, biases):
     model_parallel_cuda_manual_seed(1)
     set_args(
         Namespace(
-            attention_pattern="anchor",
-            num_experts=tiny_moe.EXPERTS,
-            context_parallel_size=cp,
-            cp_comm_type=["a2a"],
-            anchor_context_parallel="auto",
             calculate_per_token_loss=per_token,
             check_for_nan_in_loss_and_grad=False,
             check_for_spiky_loss=False,
@@ -124,7 +120,12 @@ def train_one_batch(layout, per_token, weights, biases):
 
     def step(data_iterator, model):
         batch = get_batch(
-            data_iterator, micro_batch_size=layout.get("micro_batch", 1), seq_length=S, figures=()
+            data_iterator,
+            split=SlotSplit(cp_size=mpu.get_context_parallel_world_size()),
+            rank=mpu.get_context_parallel_rank(),
+            device=torch.device("cpu"),
+            has_experts=True,
+            figures=(),
         )
         output = model(
             batch.tokens,

@@ -103,7 +103,7 @@ REFUSED = [
     ("varlen", request(dropout=0.1), "no dropout, got --attention-dropout 0.1; set it to 0"),
     ("varlen", request(deterministic=True), "leave out --deterministic-mode"),
     ("varlen", request(torch_varlen=False), r"no torch.nn.attention.varlen; pip install 'torch>="),
-    ("varlen", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type a2a"),
+    ("varlen", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type auto"),
     ("varlen", request(**te_cp("a2a")), "--anchor-context-parallel te is .* leave the flag out"),
     ("flex", request(None), "no backward pass on the CPU; use .* sdpa"),
     ("flex", request((7, 0)), "need sm80 or newer, this device is sm70"),
@@ -111,7 +111,7 @@ REFUSED = [
     ("flex", request(head_dim=8), "from 16 to 256, got 8"),
     ("flex", request(dropout=0.2), "no dropout, got --attention-dropout 0.2"),
     ("flex", request(**te_cp("all_gather")), "--cp-comm-type all_gather needs"),
-    ("sdpa", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type a2a"),
+    ("sdpa", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type auto"),
     # flash-attn: none of its generations fits.
     ("flash", request(None, FA2), "need a CUDA device"),
     ("flash", request((7, 5), FA2), "need sm80 or newer"),
@@ -343,7 +343,7 @@ def test_auto_gives_the_reason_of_each_when_none_can_serve():
 
 
 def test_on_the_cpu_auto_refuses_what_needs_transformer_engine():
-    with pytest.raises(ValueError, match=r"--cp-comm-type p2p needs .* use --cp-comm-type a2a"):
+    with pytest.raises(ValueError, match=r"--cp-comm-type p2p needs .* use --cp-comm-type auto"):
         choose_backend("auto", request(None, TE, **te_cp("p2p")))
 
 

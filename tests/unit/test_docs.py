@@ -113,9 +113,10 @@ def test_the_docs_environment_is_the_extra():
     assert f'"docs": ["{needed}"]' in (ROOT / "setup.py").read_text()
 
 
-def test_the_pictures_of_the_masks_are_what_their_script_draws(tmp_path):
-    drawn = [sys.executable, str(ROOT / "docs" / "draw_masks.py"), str(tmp_path)]
-    subprocess.run(drawn, cwd=ROOT, check=True, timeout=600)
+def test_the_pictures_of_the_pages_are_what_their_scripts_draw(tmp_path):
+    for script in (ROOT / "docs").glob("draw_*.py"):
+        drawn = [sys.executable, str(script), str(tmp_path)]
+        subprocess.run(drawn, cwd=ROOT, check=True, timeout=600)
     names = sorted(path.name for path in tmp_path.glob("*.png"))
     assert names == sorted(path.name for path in (ROOT / "docs" / "images").glob("*.png"))
     from matplotlib.image import imread

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.training import anchor_copies
+from megatron_anchor.training import anchor_copies, context_parallel
 from megatron_anchor.training.arguments import (
     AnchorArguments,
     add_anchor_arguments,
@@ -66,6 +66,8 @@ def test_all_our_flags_are_these(parse):
         "attention_precision",
         "anchor_attention_backend",
         "anchor_context_parallel",
+        "kv_gather_memory_mib",
+        "pad_documents_to",
         "rope_parameters",
         "rope_angle_dtype",
         "dump_bad_batch",
@@ -87,8 +89,35 @@ def test_good_arguments_are_not_refused(parse):
     require_supported(parse("--tensor-model-parallel-size 2 --context-parallel-size 2"))
 
 
-def test_context_parallelism_is_ulysses_unless_told_otherwise(parse):
-    assert parse().cp_comm_type == ["a2a"]
+@pytest.mark.parametrize(
+    ("flags", "kind", "sizes"),
+    [
+        ("", "a2a", None),
+        ("--num-query-groups 2", "a2a+gather", [2, 2]),
+        ("--num-query-groups 1", "gather", None),
+        ("--num-query-groups 2 --cp-comm-type a2a", "a2a", None),
+        ("--num-query-groups 8 --cp-comm-type gather", "gather", None),
+        ("--num-query-groups 8 --hierarchical-context-parallel-sizes 2 2", "a2a+gather", [2, 2]),
+        ("--tensor-model-parallel-size 4", "a2a+gather", [2, 2]),
+        ("--anchor-attention-backend te", "a2a", None),
+    ],
+)
+def test_auto_takes_as_many_ranks_for_heads_as_heads_and_node_allow(
+    parse, flags, kind, sizes, monkeypatch
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    groups = "" if "groups" in flags else "--num-query-groups 8 "
+    args = parse(f"--context-parallel-size 4 --group-query-attention {groups}{flags}")
+    context_parallel.resolve(args)
+    assert args.cp_comm_type == [kind]
+    assert args.hierarchical_context_parallel_sizes == sizes
+
+
+def test_ranks_that_exchange_heads_stay_within_a_node(parse, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    args = parse("--context-parallel-size 8")
+    context_parallel.resolve(args)
+    assert args.hierarchical_context_parallel_sizes == [2, 4]
 
 
 REFUSED = {
@@ -106,7 +135,15 @@ REFUSED = {
     "--group-query-attention --num-query-groups 3": "8 is not a multiple of --num-query-groups 3",
     "--num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6 "
     "--tensor-model-parallel-size 4": "--num-query-groups 6 and --tensor-model-parallel-size 4",
-    "--context-parallel-size 16": "8 query heads per tensor-parallel rank cannot be shared by 16",
+    "--context-parallel-size 16 --cp-comm-type a2a --seq-length 96": "8 query heads per "
+    "tensor-parallel rank cannot be shared by 16",
+    "--context-parallel-size 2 --cp-comm-type a2a gather": "gather is for all layers alike",
+    "--context-parallel-size 4 --hierarchical-context-parallel-sizes 4 2": "sizes 4 2: expected "
+    "two numbers A B with A x B = --context-parallel-size 4",
+    "--context-parallel-size 2 --kv-gather-memory-mib 10": "--kv-gather-memory-mib 10 has no",
+    "--context-parallel-size 2 --cp-comm-type gather --kv-gather-memory-mib 1 --seq-length 4096": (
+        r"--kv-gather-memory-mib 1: a single key/value head needs \d+ MiB at --seq-length 4096"
+    ),
     "--context-parallel-size 2 --cp-comm-type p2p": "--cp-comm-type p2p needs Transformer Engine",
     "--context-parallel-size 2 --cp-comm-type all_gather": "--cp-comm-type all_gather needs",
     "--anchor-attention-backend sdap": "unknown --anchor-attention-backend 'sdap'; did you mean",

@@ -55,7 +55,7 @@ def both(function, heads, dtype=torch.float32):
 
     def run(attend):
         return gradients(
-            lambda *x: attend(*x, packed=packed, scale=SCALE, dropout=0.0), [q, k, v], grad
+            lambda *x: attend(*x, runs=packed.runs(), scale=SCALE, dropout=0.0), [q, k, v], grad
         )
 
     return run(function), run(sdpa.attend)
@@ -80,11 +80,11 @@ def test_torch_varlen_of_older_signature_gets_its_own_words(monkeypatch):
         return attend_documents(q, k, v, cu_q, cu_k, scale=scale, causal=is_causal)[0]
 
     monkeypatch.setattr(host, "varlen_attn", varlen_attn)
-    varlen._spelling.cache_clear()
+    varlen.known_parameters.cache_clear()
     try:
         assert_same(*both(varlen.attend, (4, 2)))
     finally:
-        varlen._spelling.cache_clear()
+        varlen.known_parameters.cache_clear()
 
 
 def flash_2(
@@ -168,7 +168,7 @@ def test_deterministic_mode_reaches_flash_attn():
     try:
         for wanted in (False, True):
             torch.use_deterministic_algorithms(wanted)
-            flash.call(function, x, x, x, packed=packed, scale=1.0, dropout=0.0)
+            flash.call(function, x, x, x, runs=packed.runs(), scale=1.0, dropout=0.0)
     finally:
         torch.use_deterministic_algorithms(before)
     assert seen == [False, True]

@@ -4,7 +4,7 @@ FlashAttention 3 (package ``flash-attn-3``) is for sm90, 4 (``flash-attn-4``) fo
 (``flash-attn``) for everything from sm80 on. On sm90 version 3 comes first, since the backward pass
 of version 4 is young there.
 
-Legend: T slots of the micro-batch, H query heads, G key/value heads, D head dim.
+Legend: T queries, K keys, H query heads, G key/value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_anchor.attention.backends.request import (
 )
 
 if TYPE_CHECKING:
-    from megatron_anchor.attention.packed import AnchorPackedSeqParams
+    from megatron_anchor.attention.runs import Runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,26 +134,16 @@ def release_why_not(release: Release, request: AttentionRequest) -> str | None:
 
 def attend(
     q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
+    k_KGD: Tensor,
+    v_KGD: Tensor,
     *,
-    packed: AnchorPackedSeqParams,
+    runs: Runs,
     scale: float,
     dropout: float,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally inside every document.
-
-    Args:
-        q_THD: [T, H, D] rotated queries, bfloat16 or float16, on a CUDA device.
-        k_TGD: [T, G, D] rotated keys; G divides H.
-        v_TGD: [T, G, D] values.
-        packed: documents of the micro-batch; their lengths add up to T.
-        scale: factor of the logits.
-        dropout: probability of dropping an attention weight.
-
-    Returns:
-        [T, H, D] in the dtype of ``q_THD``.
-    """
+    """Attend as `Attend` says, in bfloat16 or float16, on a CUDA device; there is no sink."""
+    assert sink_H is None
     deterministic = torch.are_deterministic_algorithms_enabled()
     request = AttentionRequest(
         head_dim=q_THD.shape[-1],
@@ -164,7 +154,7 @@ def attend(
     )
     release = next(r for r in RELEASES if release_why_not(r, request) is None)
     return call(
-        varlen_function(release), q_THD, k_TGD, v_TGD, packed=packed, scale=scale, dropout=dropout
+        varlen_function(release), q_THD, k_KGD, v_KGD, runs=runs, scale=scale, dropout=dropout
     )
 
 
@@ -196,10 +186,10 @@ def parameters(function: Callable[..., Any]) -> frozenset[str]:
 def call(
     function: Callable[..., Any],
     q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
+    k_KGD: Tensor,
+    v_KGD: Tensor,
     *,
-    packed: AnchorPackedSeqParams,
+    runs: Runs,
     scale: float,
     dropout: float,
 ) -> Tensor:
@@ -210,22 +200,25 @@ def call(
         q_THD: see `attend`; the others too.
     """
     known = parameters(function)
-    optional = {
-        "max_seqlen_q": packed.max_seqlen_q,
-        "max_seqlen_k": packed.max_seqlen_kv,
+    optional: dict[str, Any] = {
+        "max_seqlen_q": runs.max_q,
+        "max_seqlen_k": runs.max_k,
         "dropout_p": dropout,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     assert not dropout or "dropout_p" in known
+    arguments = {name: value for name, value in optional.items() if name in known}
+    if runs.window is not None:
+        arguments["window_size"] = (runs.window.size - 1, 0)
     result = function(
         q_THD.contiguous(),
-        k_TGD.contiguous(),
-        v_TGD.contiguous(),
-        cu_seqlens_q=packed.cu_seqlens_q,
-        cu_seqlens_k=packed.cu_seqlens_kv,
+        k_KGD.contiguous(),
+        v_KGD.contiguous(),
+        cu_seqlens_q=runs.cu_q,
+        cu_seqlens_k=runs.cu_k,
         softmax_scale=scale,
         causal=True,
-        **{name: value for name, value in optional.items() if name in known},
+        **arguments,
     )
     # Some generations return the log-sum-exp too.
     return result[0] if isinstance(result, tuple) else result

@@ -18,8 +18,13 @@ import torch
 PACKAGES = ("transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4")
 """Distributions that kernels come from, by the names under which pip knows them."""
 
-ULYSSES, TRANSFORMER_ENGINE = "ulysses", "te"
-"""Who does the communication of context parallelism."""
+ULYSSES, GATHER, ULYSSES_GATHER, TRANSFORMER_ENGINE = "ulysses", "gather", "ulysses+gather", "te"
+CONTEXT_PARALLEL = (ULYSSES, GATHER, ULYSSES_GATHER, TRANSFORMER_ENGINE)
+"""How context parallelism communicates: heads for slots, gathered keys and values, both, or
+Transformer Engine's own way."""
+
+OURS = ("a2a", "gather", "a2a+gather")
+"""Values of --cp-comm-type without Transformer Engine: any kernel serves."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -107,20 +112,29 @@ class AttentionRequest:
         """Whether Transformer Engine splits the documents over ranks."""
         return bool(self.context_parallel_kinds) and self.context_parallel == TRANSFORMER_ENGINE
 
+    @property
+    def gathers(self) -> bool:
+        """Whether queries attend to gathered keys, of which there are more than queries."""
+        return self.context_parallel in (GATHER, ULYSSES_GATHER) and self.context_parallel_size > 1
+
 
 def needs_ulysses(request: AttentionRequest) -> str | None:
     """Refuse the context parallelism that needs a kernel with its own communication."""
-    foreign = [kind for kind in request.context_parallel_kinds if kind != "a2a"]
+    foreign = [kind for kind in request.context_parallel_kinds if kind not in OURS]
     if foreign:
         return (
             f"--cp-comm-type {' '.join(foreign)} needs Transformer Engine's own context "
-            "parallelism; this backend runs under Ulysses: use --cp-comm-type a2a (the default "
-            "of megatron_anchor)"
+            "parallelism; for this backend use --cp-comm-type auto, " + ", ".join(OURS)
         )
     if request.te_context_parallel:
         return (
             "--anchor-context-parallel te is Transformer Engine's own context parallelism; this "
             "backend runs under Ulysses: leave the flag out, or use --anchor-attention-backend te"
+        )
+    if request.gathers and request.dropout:
+        return (
+            f"--attention-dropout {request.dropout:g} where keys and values are gathered "
+            f"(--cp-comm-type {request.context_parallel_kinds[0]}) is not supported; set it to 0"
         )
     return None
 

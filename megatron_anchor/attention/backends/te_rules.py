@@ -47,6 +47,12 @@ def _device(request: AttentionRequest) -> str | None:
 def _kinds(request: AttentionRequest) -> str | None:
     if not request.context_parallel_kinds:
         return None
+    if request.gathers:
+        return (
+            f"--cp-comm-type {request.context_parallel_kinds[0]}: Transformer Engine's fused "
+            f"kernels take packed documents whole, as many keys as queries; {OTHERS}, or use "
+            "--cp-comm-type a2a"
+        )
     unknown = [kind for kind in request.context_parallel_kinds if kind not in FIRST_VERSION]
     if unknown:
         return f"--cp-comm-type {unknown[0]} is not one of {', '.join(FIRST_VERSION)}" + (
