@@ -20,7 +20,12 @@ from megatron_anchor.packing.blend import use_whole_blends
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import choose_anchor
 from megatron_anchor.training import anchor_copies, bad_batch
-from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
+from megatron_anchor.training.arguments import (
+    document_alignment,
+    interleaving,
+    model_windows,
+    rope_scaling,
+)
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.validation import attention_request, gather_memory, head_dim
 
@@ -99,6 +104,7 @@ def model_config(args: Namespace) -> Any:
         precision=args.attention_precision,
         context_parallel=split.kind,
         gather_memory=gather_memory_limit(args),
+        anchor_in_window=args.anchor_in_window,
     )
     return config
 
@@ -142,6 +148,7 @@ def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
         domain_tags=args.domain_tags,
         domain_tag_format=args.domain_tag_format,
         interleaving=interleaving(args),
+        attention_windows=model_windows(args),
         context_parts=context_parallel(args).split.parts,
         pad_token_id=pad if pad is not None and pad < tokenizer.vocab_size else 0,
         vocab_size=tokenizer.vocab_size,

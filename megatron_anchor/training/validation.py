@@ -20,9 +20,15 @@ from megatron_anchor.attention.router import unsupported_reasons
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
 from megatron_anchor.training import last_checkpoints, saved_checkpoints
-from megatron_anchor.training.arguments import document_alignment, interleaving, rope_scaling
+from megatron_anchor.training.arguments import (
+    document_alignment,
+    interleaving,
+    model_windows,
+    rope_scaling,
+)
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.context_parallel import refusals as context_refusals
+from megatron_anchor.windows import FULL
 
 UNSUPPORTED_FLAGS = {
     "multi_latent_attention": "--multi-latent-attention: MLA rotates only a part of each key and "
@@ -48,7 +54,6 @@ UNSUPPORTED_FLAGS = {
     "package's attention",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm: its schedule does not "
     "pass packed documents on to the layers",
-    "window_size": "--window-size: sliding-window attention is not implemented",
     "log_max_attention_logit": "--log-max-attention-logit: the kernels do not report logits",
     "qk_clip": "--qk-clip: the kernels do not report logits",
     "yaml_cfg": "--yaml-cfg: pass the arguments on the command line",
@@ -103,6 +108,9 @@ def attention_request(args: Namespace) -> AttentionRequest:
     return AttentionRequest(
         head_dim=head_dim(args),
         dtype=dtype,
+        window=_has_windows(args),
+        anchor_in_window=args.anchor_in_window and _has_windows(args),
+        sink=args.softmax_type != "vanilla",
         query_heads=max(1, args.num_attention_heads // tp),
         kv_heads=max(1, _query_groups(args) // tp),
         document_alignment=document_alignment(args),
@@ -115,6 +123,10 @@ def attention_request(args: Namespace) -> AttentionRequest:
         deterministic=args.deterministic_mode,
         hardware=this_hardware(),
     )
+
+
+def _has_windows(args: Namespace) -> bool:
+    return bool(args.window_size) and model_windows(args) != FULL
 
 
 def head_dim(args: Namespace) -> int:
@@ -212,6 +224,28 @@ def _query_groups(args: Namespace) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
 
 
+def _windows(args: Namespace) -> Iterator[str]:
+    size, frequency = args.window_size, args.window_attn_skip_freq
+    if not size:
+        if frequency is not None:
+            yield "--window-attn-skip-freq has no effect without --window-size"
+        if args.anchor_in_window:
+            yield "--anchor-in-window has no effect without --window-size"
+        return
+    if len(size) != 2 or size[0] < -1 or size[1] not in (0, -1):
+        yield (
+            f"--window-size {','.join(map(str, size))}: expected W-1,0 for a causal window of W "
+            "keys, the query's own included"
+        )
+    if isinstance(frequency, list) and args.num_layers and len(frequency) != args.num_layers:
+        yield (
+            f"--window-attn-skip-freq {frequency}: {len(frequency)} entries for --num-layers "
+            f"{args.num_layers}; give one per layer"
+        )
+    if args.anchor_in_window and args.attention_pattern != "anchor":
+        yield f"--anchor-in-window is for --attention-pattern anchor, got {args.attention_pattern}"
+
+
 def _gather_memory(args: Namespace) -> Iterator[str]:
     limit = args.kv_gather_memory_mib
     if limit is None or next(_shape(args), None) or next(context_refusals(args), None):
@@ -237,7 +271,8 @@ def gather_memory(args: Namespace) -> Memory:
 
 
 def _backend(args: Namespace) -> Iterator[str]:
-    if next(_shape(args), None) or next(context_refusals(args), None):
+    rules = (_shape, context_refusals, _windows)
+    if any(next(rule(args), None) for rule in rules):
         return
     try:
         choose_backend(args.anchor_attention_backend, attention_request(args))
@@ -261,8 +296,6 @@ def _host_features(args: Namespace) -> Iterator[str]:
         )
     if args.fp8 and args.transformer_impl != "transformer_engine":
         yield f"--fp8-format {args.fp8}: only --transformer-impl transformer_engine has FP8 layers"
-    if getattr(args, "softmax_type", "vanilla") != "vanilla":
-        yield f"--softmax-type {args.softmax_type}: the kernels have no sink logit"
     if getattr(args, "cuda_graph_impl", "none") != "none":
         yield (
             f"--cuda-graph-impl {args.cuda_graph_impl}: the number of documents changes with every "
@@ -360,6 +393,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _shape,
     _divisibility,
     context_refusals,
+    _windows,
     _gather_memory,
     _backend,
     _host_features,
