@@ -23,7 +23,8 @@ is one of three here:
 - **refused**: the run ends at start, with the reason;
 - **without effect**: nothing here reads it, and a run that sets it is told so once, at start.
 
-An argument that a newer Megatron added is none of them, and is refused where it is set.
+An argument that a newer Megatron added is none of them, and is refused where it is set. The
+arguments that Megatron's program adds for NVIDIA ModelOpt are unknown here.
 
 This page is for megatron-core {version}: {total} arguments, of which {carried} are carried,
 {refused} refused and {without_effect} without effect. `docs/write_host_flags.py` writes it from

@@ -81,9 +81,9 @@ def have_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def have_apex() -> bool:
-    """Say whether Apex is installed, whose norms Megatron then takes."""
-    return importlib.util.find_spec("apex") is not None
+def is_installed(module: str) -> bool:
+    """Say whether a module can be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None
 
 
 def have_fused_weight_gradient() -> bool:

@@ -6,7 +6,8 @@
 Three kinds: the functional tests of GPT, MoE and Mixtral whose recipe names pretrain_gpt.py or no
 program, the launch scripts in examples/, and the launch lines of docs/. Nothing is trained, and no
 file that they name is needed: variables stay as they are written. The machine is taken for an H100
-with Transformer Engine and flash-attn, so that reasons are those of the arguments.
+with Transformer Engine, flash-attn and every package that a flag asks for: reasons are those of the
+arguments.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def reasons(words: list[str], *, world_size: int = 8) -> list[str]:
         mock.patch.object(validation, "this_hardware", return_value=h100),
         mock.patch.object(compat, "have_transformer_engine", return_value=True),
         mock.patch.object(compat, "have_fused_weight_gradient", return_value=True),
+        mock.patch.object(compat, "is_installed", return_value=True),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         try:

@@ -13,7 +13,10 @@ def refusals(args: Namespace) -> Iterator[str]:
     yield from _length(args)
     yield from _learning_rate(args)
     yield from _validation_sets(args)
+    yield from _vocabulary(args)
     yield from _norms(args)
+    yield from _recomputation(args)
+    yield from _packages(args)
     yield from _interleaved_pipeline(args)
 
 
@@ -67,11 +70,48 @@ def _validation_sets(args: Namespace) -> Iterator[str]:
 def _norms(args: Namespace) -> Iterator[str]:
     if not args.layernorm_zero_centered_gamma or args.transformer_impl == "transformer_engine":
         return
-    if args.normalization != "LayerNorm" or not compat.have_apex():
+    if args.normalization != "LayerNorm" or not compat.is_installed("apex"):
         yield (
             "--apply-layernorm-1p needs Transformer Engine (or Apex, for --normalization "
             "LayerNorm); leave it out, or use --transformer-impl transformer_engine"
         )
+
+
+def _vocabulary(args: Namespace) -> Iterator[str]:
+    if not args.pad_vocab_size and args.padded_vocab_size is None:
+        yield "--no-pad-vocab-size: Megatron needs --padded-vocab-size with it"
+
+
+def _recomputation(args: Namespace) -> Iterator[str]:
+    if compat.have_transformer_engine():
+        return
+    for module in ("layernorm", "moe_act", "mla_up_proj"):
+        if module in (args.recompute_modules or ()):
+            yield (
+                f"--recompute-modules {module}: Megatron needs Transformer Engine for it, which is "
+                "not installed; leave it out"
+            )
+
+
+def _packages(args: Namespace) -> Iterator[str]:
+    """Packages that Megatron imports late, for some of its flags."""
+    resiliency = ("nvidia_resiliency_ext", "nvidia-resiliency-ext")
+    by_nvrx = args.async_save and args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
+    for flag, needed, (module, package) in (
+        (
+            f"--optimizer {args.optimizer}",
+            args.optimizer not in ("adam", "sgd"),
+            ("emerging_optimizers", "emerging-optimizers"),
+        ),
+        ("--async-save (or --async-strategy mcore)", by_nvrx, resiliency),
+        ("--enable-ft-package", args.enable_ft_package, resiliency),
+        ("--fault-injector-ranks", args.fault_injector_ranks is not None, resiliency),
+        ("--fault-injector-num-ranks", args.fault_injector_num_ranks is not None, resiliency),
+        ("--log-straggler", args.log_straggler, ("pynvml", "nvidia-ml-py")),
+        ("--wandb-project", args.wandb_project, ("wandb", "wandb")),
+    ):
+        if needed and not compat.is_installed(module):
+            yield f"{flag}: {package} is not installed; pip install {package}, or leave it out"
 
 
 def _interleaved_pipeline(args: Namespace) -> Iterator[str]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_anchor import compat
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.training.arguments import (
     AnchorArguments,
@@ -144,6 +145,8 @@ REFUSED = {
     "--lr-warmup-init 1": "--lr-warmup-init 1.0 is above --lr 0.001",
     "--lr-warmup-iters 4": "--lr-warmup-iters 4 leaves nothing of the schedule's 4 iters",
     "--lr-warmup-iters 4 --lr-decay-iters 3": "nothing of the schedule's 3 iters",
+    "--no-pad-vocab-size": "--no-pad-vocab-size: Megatron needs --padded-vocab-size",
+    "--recompute-granularity selective --recompute-modules mlp layernorm": "modules layernorm: Meg",
     "--lr-decay-style WSD": "--lr-decay-style WSD needs --lr-wsd-decay-iters",
     '--rope-parameters \'{"rope_type":"yern"}\'': "unknown rope_type 'yern'",
     '--rope-parameters \'{"rope_type":"linear"}\'': "'linear' needs a parameter",
@@ -158,6 +161,26 @@ REFUSED = {
 def test_what_cannot_run_is_refused_with_value_and_remedy(extra, parse):
     with pytest.raises(ValueError, match=REFUSED[extra]):
         require_supported(parse(extra))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--optimizer muon", "--optimizer muon: emerging-optimizers is not installed; pip install"),
+        ("--async-save --use-persistent-ckpt-worker", "mcore.: nvidia-resiliency-ext is not inst"),
+        ("--async-save --use-persistent-ckpt-worker --async-strategy mcore", None),
+        ("--async-save", None),  # Megatron saves at once then
+        ("--log-straggler", "--log-straggler: nvidia-ml-py is not installed"),
+        ("--wandb-project x", "--wandb-project: wandb is not installed"),
+    ],
+)
+def test_packages_that_megatron_imports_late_are_named(flags, reason, parse, monkeypatch):
+    monkeypatch.setattr(compat, "is_installed", lambda module: False)
+    found = refusals(parse(flags))
+    assert len(found) == (reason is not None)
+    assert not reason or re.search(reason, found[0])
+    monkeypatch.setattr(compat, "is_installed", lambda module: True)
+    assert refusals(parse(flags)) == []
 
 
 def test_missing_arguments_are_named(parse):
