@@ -118,11 +118,9 @@ def _interleaved_pipeline(args: Namespace) -> Iterator[str]:
     """Megatron raises at the first step where there are too few micro-batches."""
     pp, batch = args.pipeline_model_parallel_size, args.global_batch_size
     ranks = args.tensor_model_parallel_size * pp * args.context_parallel_size
-    interleaved = (
-        args.num_layers_per_virtual_pipeline_stage
-        or (args.num_virtual_stages_per_pipeline_rank or 1) > 1
-    )
-    if not (interleaved and batch and args.micro_batch_size) or args.world_size % ranks:
+    if args.step_batch_size_schedule or not batch or not args.micro_batch_size:
+        return
+    if _model_chunks(args) < 2 or args.world_size % ranks:
         return
     data_parallel = args.world_size // ranks
     micro_batches = batch // (args.micro_batch_size * data_parallel)
@@ -135,3 +133,14 @@ def _interleaved_pipeline(args: Namespace) -> Iterator[str]:
             f"{group} (--pipeline-model-parallel-size, or "
             "--microbatch-group-size-per-virtual-pipeline-stage)"
         )
+
+
+def _model_chunks(args: Namespace) -> int:
+    """Parts of the model on a pipeline rank; more than one where the pipeline is interleaved."""
+    if compat.is_validated(args):
+        return args.virtual_pipeline_model_parallel_size or 1
+    layers = args.num_layers or args.encoder_num_layers or 0
+    layers += args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    if per_chunk := args.num_layers_per_virtual_pipeline_stage:
+        return layers // args.pipeline_model_parallel_size // per_chunk
+    return args.num_virtual_stages_per_pipeline_rank or 1

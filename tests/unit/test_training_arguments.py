@@ -221,10 +221,18 @@ def test_the_old_switch_for_rotary_positions_wins(parse):
 )
 def test_interleaved_pipelines_need_enough_micro_batches(extra, batches, parse, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    flags = f"--pipeline-model-parallel-size 2 {extra} --global-batch-size"
+    flags = f"--num-layers 8 --pipeline-model-parallel-size 2 {extra} --global-batch-size"
     [reason] = refusals(parse(f"{flags} {2 * batches}"))
     assert f"makes {batches} micro-batches for each of 2 data-parallel ranks" in reason
     assert refusals(parse(f"{flags} 12")) == []
+    schedule = flags.replace("--global-batch-size", "--step-batch-size-schedule")
+    assert refusals(parse(f"{schedule} 0:2")) == [], "batches grow"
+
+
+def test_pipelines_of_one_chunk_are_not_interleaved(parse, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    assert refusals(parse(f"{flags} --global-batch-size 1")) == [], "two layers on two ranks"
 
 
 def test_a_mistyped_flag_ends_with_its_name_and_not_with_all_flags(parse, capsys):
