@@ -65,8 +65,10 @@ def _values() -> Iterator[str]:
         for reason in dict.fromkeys(values.values()):
             named = ", ".join(f"`{value}`" for value, one in values.items() if one == reason)
             rows.append((name, f"{named}: {reason}"))
-    for name, reason in host_flags.NEEDS_TRANSFORMER_ENGINE.items():
+    for name, reason in host_flags.NEEDS_ITS_LAYERS.items():
         rows.append((name, f"needs `--transformer-impl transformer_engine`: {reason}"))
+    for name, reason in host_flags.NEEDS_TRANSFORMER_ENGINE.items():
+        rows.append((name, f"needs Transformer Engine: {reason}"))
     yield from _table("values, and why", rows)
 
 

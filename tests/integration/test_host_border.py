@@ -41,7 +41,7 @@ REFUSED = {
     "--save-interval 0 --save x": "--save x needs --save-interval",
     # Megatron's own, which were tracebacks.
     "--max-position-embeddings 32": "Megatron refuses these arguments: max_position_embeddings",
-    "--use-precision-aware-optimizer": "--use-precision-aware-optimizer: it needs --transformer-im",
+    "--use-precision-aware-optimizer": "--use-precision-aware-optimizer: Transformer Engine is no",
     "--num-experts 4 --moe-router-topk 1": "Megatron refuses these arguments: Please use --moe-ro",
     "--moe-ffn-hidden-size 8": "Megatron refuses these arguments: moe_ffn_hidden_size is set but",
     "--squared-relu": "Megatron refuses these arguments: assert not args.swiglu .meg",

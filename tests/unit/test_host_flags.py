@@ -19,6 +19,7 @@ GOOD = (
     "--eval-interval 10 --train-iters 4 --lr 1e-3"
 )
 FLAGS = compat.host_flags()
+NEEDY = {*host_flags.NEEDS_ITS_LAYERS, *host_flags.NEEDS_TRANSFORMER_ENGINE}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_parts_of_a_row_belong_to_an_argument_that_may_be_used(actions):
         if actions[name].choices:
             known = {getattr(choice, "name", choice) for choice in actions[name].choices}
             assert set(values) <= known, name
-    for name in host_flags.NEEDS_TRANSFORMER_ENGINE:
+    for name in (*host_flags.NEEDS_ITS_LAYERS, *host_flags.NEEDS_TRANSFORMER_ENGINE):
         assert host_flags.ROWS[name].verdict == "carried", name
     assert set(host_flags.HARMLESS) <= set(host_flags.REFUSED)
 
@@ -117,7 +118,7 @@ def test_an_argument_without_effect_is_named_once_and_runs(good, actions, capsys
 
 def test_a_carried_argument_is_not_spoken_of(good, actions):
     for name, row in host_flags.ROWS.items():
-        if row.verdict != "carried" or name in host_flags.NEEDS_TRANSFORMER_ENGINE:
+        if row.verdict != "carried" or name in NEEDY:
             continue
         args = copy.copy(good)
         value = other_value(actions[name])
@@ -137,8 +138,8 @@ def test_a_refused_value_is_named_with_its_flag(name, good, actions):
         assert f"{FLAGS[name].names[0]} {value}: {reason}" in host_flags.refusals(args)
 
 
-@pytest.mark.parametrize("name", host_flags.NEEDS_TRANSFORMER_ENGINE)
-def test_what_needs_transformer_engine_says_so(name, good, actions):
+@pytest.mark.parametrize("name", host_flags.NEEDS_ITS_LAYERS)
+def test_what_needs_transformer_engines_layers_says_so(name, good, actions):
     args = copy.copy(good)
     setattr(args, name, other_value(actions[name]))
     args.transformer_impl = "local"
@@ -146,6 +147,16 @@ def test_what_needs_transformer_engine_says_so(name, good, actions):
     assert "it needs --transformer-impl transformer_engine" in reason
     args.transformer_impl = "transformer_engine"
     assert host_flags.refusals(args) == []
+
+
+@pytest.mark.parametrize("name", host_flags.NEEDS_TRANSFORMER_ENGINE)
+def test_what_needs_transformer_engine_says_so(name, good, actions, monkeypatch):
+    args = copy.copy(good)
+    setattr(args, name, other_value(actions[name]))
+    for there in (False, True):
+        monkeypatch.setattr(compat, "have_transformer_engine", lambda there=there: there)
+        found = host_flags.refusals(args)
+        assert ("Transformer Engine is not installed" in str(found)) == (not there), found
 
 
 def test_a_flag_that_a_newer_megatron_added_is_refused_where_it_is_set(good, monkeypatch):

@@ -15,6 +15,7 @@ from megatron_anchor.training.arguments import AnchorArguments, adapted_defaults
 from megatron_anchor.training.host_flags.carried import CARRIED
 from megatron_anchor.training.host_flags.refused import (
     HARMLESS,
+    NEEDS_ITS_LAYERS,
     NEEDS_TRANSFORMER_ENGINE,
     REFUSED,
     REFUSED_VALUES,
@@ -24,6 +25,7 @@ from megatron_anchor.training.host_flags.without_effect import WITHOUT_EFFECT
 __all__ = [
     "CARRIED",
     "HARMLESS",
+    "NEEDS_ITS_LAYERS",
     "NEEDS_TRANSFORMER_ENGINE",
     "OPTIONAL",
     "REFUSED",
@@ -108,9 +110,12 @@ def _reasons(name: str, value: Any, args: Namespace) -> list[str]:
     values = value if isinstance(value, list) else [value]
     refused = REFUSED_VALUES.get(name, {})
     found = [refused[one] for one in map(_plain, values) if one in refused]
-    if name in NEEDS_TRANSFORMER_ENGINE and args.transformer_impl != "transformer_engine":
+    if name in NEEDS_ITS_LAYERS and args.transformer_impl != "transformer_engine":
+        found.append(f"it needs --transformer-impl transformer_engine: {NEEDS_ITS_LAYERS[name]}")
+    if name in NEEDS_TRANSFORMER_ENGINE and not compat.have_transformer_engine():
         found.append(
-            f"it needs --transformer-impl transformer_engine: {NEEDS_TRANSFORMER_ENGINE[name]}"
+            "Transformer Engine is not installed, and this needs it: "
+            f"{NEEDS_TRANSFORMER_ENGINE[name]}; pip install 'megatron-anchor[te]'"
         )
     return found
 

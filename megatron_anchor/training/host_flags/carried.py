@@ -1,7 +1,7 @@
 """Megatron's arguments that do what they do in Megatron's own pretrain_gpt.py, by who reads them.
 
-Some have values that are refused (`refused.REFUSED_VALUES`), need Transformer Engine
-(`refused.NEEDS_TRANSFORMER_ENGINE`), or meet a rule of `megatron_anchor.training.validation`.
+Some have values that are refused or need Transformer Engine (`refused`), and all are subject to the
+rules of `megatron_anchor.training.validation`.
 """
 
 from __future__ import annotations

@@ -99,10 +99,10 @@ REFUSED: dict[str, str] = {
     "kitchen_config_file": _KITCHEN,
     "kitchen_recipe_number": _KITCHEN,
     # Names that Megatron has given up; its own refusal is an assertion, or status 0.
-    "batch_size": "Megatron took it away; use --micro-batch-size",
-    "warmup": "Megatron took it away; use --lr-warmup-fraction",
-    "model_parallel_size": "Megatron took it away; use --tensor-model-parallel-size",
-    "checkpoint_activations": "Megatron took it away; use --recompute-activations, or "
+    "batch_size": "Megatron removed it; use --micro-batch-size",
+    "warmup": "Megatron removed it; use --lr-warmup-fraction",
+    "model_parallel_size": "Megatron removed it; use --tensor-model-parallel-size",
+    "checkpoint_activations": "Megatron removed it; use --recompute-activations, or "
     "--recompute-granularity with --recompute-method",
 }
 """Argument to the reason why it is refused wherever it is set, and the remedy."""
@@ -137,24 +137,28 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
 }
 """Argument that is carried or without effect to those of its values that are refused."""
 
-NEEDS_TRANSFORMER_ENGINE: dict[str, str] = {
-    "fp8": "only its layers have FP8",
-    "fp4": "only its layers have FP4",
-    "te_precision_config_file": "only its layers read it",
-    "use_te_activation_func": "only its layers have these",
+NEEDS_ITS_LAYERS: dict[str, str] = {
+    "fp8": "no other layers compute in FP8",
+    "fp4": "no other layers compute in FP4",
+    "te_precision_config_file": "no other layers read it",
+    "use_te_activation_func": "no other layers have these functions",
     "fp32_residual_connection": "other layers stop at a residual of another dtype",
-    "tp_comm_overlap": "only its layers overlap",
-    "cpu_offloading_num_layers": "it does the offloading",
-    "moe_permute_fusion": "the fused kernel is its",
-    "moe_router_fusion": "the fused kernel is its",
-    "moe_latent_size": "only its layers have these projections",
-    "symmetric_ar_type": "only its layers have these",
-    "use_precision_aware_optimizer": "the optimizer is its",
-    "overlap_dispatch_backward_with_experts_wgrad": "only its layers can delay their gradients",
-    "save_activations_interval": "without it Megatron ends with a TypeError",
-    "save_dgrads_interval": "without it Megatron ends with a TypeError",
+    "tp_comm_overlap": "no other layers overlap communication",
+    "symmetric_ar_type": "no other layers reduce like this",
+    "overlap_dispatch_backward_with_experts_wgrad": "no other layers delay their weight gradients",
 }
 """Argument that is carried with --transformer-impl transformer_engine only, to the reason."""
+
+NEEDS_TRANSFORMER_ENGINE: dict[str, str] = {
+    "cpu_offloading_num_layers": "Megatron offloads through it",
+    "moe_permute_fusion": "it has the fused kernel",
+    "moe_router_fusion": "it has the fused kernel",
+    "moe_latent_size": "it has the projections",
+    "use_precision_aware_optimizer": "it has the optimizer",
+    "save_activations_interval": "Megatron ends with a TypeError without it",
+    "save_dgrads_interval": "Megatron ends with a TypeError without it",
+}
+"""Argument that is carried where Transformer Engine is installed, to the reason."""
 
 HARMLESS: dict[str, Callable[[Namespace], Any]] = {
     "tensor_parallel_num_weight_shards": lambda args: args.tensor_model_parallel_size,

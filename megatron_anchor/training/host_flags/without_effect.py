@@ -27,7 +27,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         per_dataset_sequences_path dataloader_fast_cache_load dataloader_defer_npy_index_mmap
     """,
     "packed datasets read no object stores": "object_storage_cache_path",
-    "the layers' spec, a block spec, does without": "use_grouped_gemm_for_dense_mlp",
+    "the block spec used here builds dense MLPs without it": "use_grouped_gemm_for_dense_mlp",
     # Settings of something that is refused, or is not built here.
     "read with --window-size only, which is refused": "window_attn_skip_freq",
     "read with --qk-clip only, which is refused": "qk_clip_alpha qk_clip_threshold",
