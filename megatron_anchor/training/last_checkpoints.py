@@ -106,6 +106,6 @@ def _train_iters(args: Namespace) -> int | None:
     """T as far as the arguments tell; a growing batch size leaves it to Megatron."""
     if args.train_iters:
         return args.train_iters
-    if args.train_samples and args.rampup_batch_size is None and args.global_batch_size:
+    if args.train_samples and args.step_batch_size_schedule is None and args.global_batch_size:
         return args.train_samples // args.global_batch_size
     return None
