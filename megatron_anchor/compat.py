@@ -66,32 +66,56 @@ def parse_and_validate_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
     *,
     check: Callable[[Namespace], None],
+    restore: Callable[[Namespace, ArgumentParser], None],
+    compare: Callable[[Namespace, ArgumentParser], None],
 ) -> Namespace:
-    """Parse as Megatron does, with our own check before its validation and after it.
+    """Parse as Megatron does, with our own checks before its validation and after it.
 
     Megatron's assertions name neither the value nor the remedy, so ours come first; and again
-    afterwards, since validation fills in defaults and --use-checkpoint-args replaces values.
+    afterwards, since validation fills in defaults.
 
     Args:
         extra_args_provider: adds flags to the parser.
         check: raises ValueError for arguments that cannot run.
+        restore: follows --use-checkpoint-args, in place of Megatron.
+        compare: raises ValueError for a checkpoint that does not belong to the validated arguments.
 
     Returns:
         Megatron's validated namespace, which is then also its global one.
     """
     from megatron.training import arguments as host
 
-    args = host.parse_args(extra_args_provider)
-    if not args.use_checkpoint_args:
-        check(args)
-    parse_args = host.parse_args
+    parsers: list[ArgumentParser] = []
+
+    def provide(parser: ArgumentParser) -> ArgumentParser:
+        parsers.append(extra_args_provider(parser))
+        return parsers[-1]
+
+    args = host.parse_args(provide)
+    restore(args, parsers[0])
+    check(args)
+    parse_args, restored = host.parse_args, args.use_checkpoint_args
     host.parse_args = lambda *_, **__: args  # parsing takes Megatron about a second
+    args.use_checkpoint_args = False
     try:
         args = host.parse_and_validate_args(extra_args_provider)
     finally:
-        host.parse_args = parse_args
+        host.parse_args, args.use_checkpoint_args = parse_args, restored
     check(args)
+    compare(args, parsers[0])
     return args
+
+
+def restore_host_arguments(args: Namespace, *, flag: str) -> None:
+    """Let Megatron restore its own list of arguments from a checkpoint (--use-checkpoint-args).
+
+    Args:
+        args: parsed, not validated; changed in place.
+        flag: the argument that names the checkpoint, ``load`` or ``pretrained_checkpoint``.
+    """
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    load_args_from_checkpoint(args, load_arg=flag)
 
 
 def save_also(is_due: Callable[[Namespace, int], bool]) -> None:
