@@ -128,7 +128,7 @@ def lost_vocabulary(ours: Namespace, theirs: Namespace) -> str | None:
         return None
     return (
         f"{rows} rows of the embedding here (--vocab-size, --padded-vocab-size, or the tokenizer's "
-        f"size), {stored} there: rows of tokens would be cut"
+        f"size), {stored} there: rows of tokens would be cut; give --padded-vocab-size {stored}"
     )
 
 
