@@ -85,24 +85,33 @@ def parse_and_validate_args(
     """
     from megatron.training import arguments as host
 
+    parse_args, validate_args = host.parse_args, host.validate_args
     parsers: list[ArgumentParser] = []
+    restored: list[bool] = []
 
-    def provide(parser: ArgumentParser) -> ArgumentParser:
+    def keep(parser: ArgumentParser) -> ArgumentParser:
         parsers.append(extra_args_provider(parser))
         return parsers[-1]
 
-    args = host.parse_args(provide)
-    restore(args, parsers[0])
-    check(args)
-    parse_args, restored = host.parse_args, args.use_checkpoint_args
-    host.parse_args = lambda *_, **__: args  # parsing takes Megatron about a second
-    args.use_checkpoint_args = False
+    def parse_and_restore(_: Any, *rest: Any) -> Namespace:
+        args = parse_args(keep, *rest)
+        restore(args, parsers[-1])
+        restored.append(args.use_checkpoint_args)
+        args.use_checkpoint_args = False  # done
+        return args
+
+    def check_and_validate(args: Namespace, *defaults: Any) -> Namespace:
+        check(args)
+        return validate_args(args, *defaults)
+
+    host.parse_args, host.validate_args = parse_and_restore, check_and_validate
     try:
         args = host.parse_and_validate_args(extra_args_provider)
     finally:
-        host.parse_args, args.use_checkpoint_args = parse_args, restored
+        host.parse_args, host.validate_args = parse_args, validate_args
+    args.use_checkpoint_args = restored[-1]
     check(args)
-    compare(args, parsers[0])
+    compare(args, parsers[-1])
     return args
 
 
