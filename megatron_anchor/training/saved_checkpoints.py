@@ -41,8 +41,6 @@ def refusals(args: Namespace) -> Iterator[str]:
     step = getattr(args, "ckpt_step", None)
     if pretrained and (not args.load or tracked_iteration(args.load) is None):
         yield from _not_to_be_loaded("--pretrained-checkpoint", pretrained, step)
-        if tracked_iteration(pretrained) is None and not _is_remote(pretrained):
-            yield f"--pretrained-checkpoint {pretrained}: there is no {TRACKER} in it"
     elif args.load:
         yield from _not_to_be_loaded("--load", args.load, step)
 
@@ -72,10 +70,6 @@ def _not_to_be_loaded(flag: str, folder: str, step: int | None) -> Iterator[str]
             f"{flag} {folder}: {tracker} names iteration {tracked}, which has no folder there: "
             f"{remedy}"
         )
-
-
-def _is_remote(path: str) -> bool:
-    return "://" in path
 
 
 def explain_failed_saves() -> None:

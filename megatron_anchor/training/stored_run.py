@@ -18,6 +18,7 @@ from megatron_anchor.checkpoint.archives import load_fake
 from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint
+from megatron_anchor.compat import TRACKER
 from megatron_anchor.training.saved_checkpoints import tracked_iteration
 
 NON_PERSISTENT = "non_persistent"
@@ -73,6 +74,9 @@ def stored_run(args: Namespace) -> StoredRun | None:
     Returns:
         None where the run begins with random weights, or cannot be read from here (a local
         non-persistent checkpoint; remote storage).
+
+    Raises:
+        CheckpointError: if --pretrained-checkpoint is asked for and holds none.
     """
     load, pretrained = args.load, args.pretrained_checkpoint
     if pretrained and (not load or tracked_iteration(load) is None):
@@ -82,12 +86,17 @@ def stored_run(args: Namespace) -> StoredRun | None:
     root = getattr(args, flag)
     folder = _folder(args, root) if root else None
     if folder is None:
+        if flag == "pretrained_checkpoint" and not _is_elsewhere(args, pretrained):
+            raise CheckpointError(
+                f"--pretrained-checkpoint {pretrained}: there is no {TRACKER} in it; give the "
+                "folder that a run saved to, or that was converted"
+            )
         return None
     return StoredRun(folder=folder, flag=flag, weights_only=begins or folder.name == RELEASE)
 
 
 def _folder(args: Namespace, root: str) -> Path | None:
-    if args.non_persistent_ckpt_type == "local" or re.match(r"\w+://", root):
+    if _is_elsewhere(args, root):
         return None
     tracked, fresh = tracked_iteration(root), _non_persistent(args, root)
     if tracked == RELEASE:
@@ -96,6 +105,10 @@ def _folder(args: Namespace, root: str) -> Path | None:
     if fresh is not None and fresh[0] >= iteration:
         return fresh[1]
     return Path(root, f"iter_{iteration:07d}") if iteration >= 0 else None
+
+
+def _is_elsewhere(args: Namespace, root: str) -> bool:
+    return args.non_persistent_ckpt_type == "local" or bool(re.match(r"\w+://", root))
 
 
 def _non_persistent(args: Namespace, root: str) -> tuple[int, Path] | None:

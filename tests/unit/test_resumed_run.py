@@ -240,8 +240,6 @@ def test_the_checkpoint_is_the_one_that_megatron_takes(
         ),
         ({"load": "converted/release"}, r"is the folder of one iteration: give --load .*verted$"),
         ({"load": "run", "ckpt_step": 5}, r"--ckpt-step 5: .* \(whole are: 4, 8\)"),
-        ({"pretrained_checkpoint": "empty"}, r"there is no latest_checkpointed_iteration.txt"),
-        ({"load": "empty", "pretrained_checkpoint": "nowhere"}, r"--pretrained-checkpoint .*there"),
     ],
 )
 def test_what_would_begin_with_random_weights_or_a_traceback_is_refused(
@@ -253,3 +251,12 @@ def test_what_would_begin_with_random_weights_or_a_traceback_is_refused(
     [reason] = cannot_be_loaded(args)
     with pytest.raises(ValueError, match=message):
         raise ValueError(reason)
+
+
+@pytest.mark.parametrize("load", [None, "empty"])
+def test_a_pretrained_model_that_is_not_there_is_refused(load: str | None, runs: Path) -> None:
+    args = loading(load=load and runs / load, pretrained_checkpoint=runs / "empty")
+    with pytest.raises(ValueError, match=r"--pretrained-checkpoint .*empty: there is no latest_ch"):
+        stored_run(args)
+    args.pretrained_checkpoint = "s3://bucket/model"
+    assert stored_run(args) is None
