@@ -95,8 +95,8 @@ def require_same_model(args: Namespace, parser: ArgumentParser) -> None:
     if reasons:
         raise ValueError(_two_models(stored, reasons, wrong, command_line))
     if reasons := list(resumed_run.refusals(args, stored)):
-        head = f"this run cannot go on from {stored.folder}"
-        raise ValueError("\n  - ".join([f"{head}:", *reasons]))
+        head = f"this run cannot go on from {stored.folder}:"
+        raise ValueError("\n  - ".join([head, *reasons]))
 
 
 def _two_models(

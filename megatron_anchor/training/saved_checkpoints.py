@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_anchor.compat import TRACKER
+from megatron_anchor.shell_words import quoted
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
 
@@ -49,7 +50,9 @@ def _not_to_be_loaded(flag: str, folder: str, step: int | None) -> Iterator[str]
     if Path(folder, "metadata.json").is_file():
         above, name = os.path.split(os.path.normpath(folder))
         number = _FOLDER.fullmatch(name)
-        remedy = f"{flag} {above or '.'}" + (f" --ckpt-step {int(number[1])}" if number else "")
+        remedy = f"{flag} {quoted(above or '.')}" + (
+            f" --ckpt-step {int(number[1])}" if number else ""
+        )
         yield f"{flag} {folder} is the folder of one iteration: give {remedy}"
         return
     tracked = tracked_iteration(folder)
@@ -106,12 +109,12 @@ def failed_save(folder: str, iteration: int, error: BaseException) -> str:
     # Writers wrap what went wrong in errors of their own, which may all be a full disk.
     full = not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "make room" if full else "remove the cause"
-    whole = "release" if tracked == "release" else f"of iteration {tracked}"
+    whole, again = "release" if tracked == "release" else f"of iteration {tracked}", quoted(folder)
     kept = (
         f"The checkpoint {whole} is whole: {remedy} and start the same command "
-        f"again with --load {folder}."
+        f"again with --load {again}."
         if tracked
-        else f"No checkpoint was saved there before: {remedy}, or choose another --save {folder}."
+        else f"No checkpoint was saved there before: {remedy}, or choose another --save {again}."
     )
     unfinished = Path(folder, f"iter_{iteration:07d}")
     return (
