@@ -119,6 +119,14 @@ def _kinds_of_optimizer(args: Namespace, stored: StoredRun) -> Iterator[str]:
             f"the checkpoint's optimizer states were saved with {flag} {theirs}, which cannot be "
             f"loaded with {flag} {ours}: go on as it was saved; or {WITHOUT_OPTIMIZER}"
         )
+    name = "expert_model_parallel_size"
+    theirs, ours = _changes(args, stored, [name]).get(name, (1, 1))
+    if args.num_experts and (theirs > 1) != (ours > 1):
+        yield (
+            f"{LAYOUT[name]} {theirs} -> {ours}: from 2 on Megatron has an optimizer of its own for "
+            f"the experts, whose states do not pass to the one without it: stay at "
+            f"{'2 or more' if theirs > 1 else '1'}; or {WITHOUT_OPTIMIZER}"
+        )
 
 
 def _buffers(args: Namespace, stored: StoredRun) -> Iterator[str]:

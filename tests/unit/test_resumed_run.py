@@ -59,10 +59,6 @@ def reasons(folder: Path, *, weights_only: bool = False, kind: str = "dp_reshard
         ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 1 -> 2"),
         ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 2 -> 1"),
         ({"virtual_pipeline_model_parallel_size": 2}, "virtual pipeline stages None -> 2"),
-        (
-            {"expert_model_parallel_size": 2, "num_experts": 4},
-            "--expert-model-parallel-size 1 -> 2",
-        ),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl local -> transformer_en"),
     ],
 )
@@ -145,6 +141,17 @@ def test_precision_matters_to_the_plain_optimizer_alone(tmp_path: Path) -> None:
         "--use-distributed-optimizer",
         "precision",
     ]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "fits"), [(1, 2, False), (4, 1, False), (2, 4, True)])
+def test_experts_have_a_second_optimizer_from_two_ranks_on(
+    theirs: int, ours: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RUN, "expert_model_parallel_size", theirs)
+    monkeypatch.setitem(RUN, "num_experts", 8)
+    found = reasons(tmp_path, kind="fully_reshardable", expert_model_parallel_size=ours)
+    assert bool(found) is not fits
+    assert fits or f"--expert-model-parallel-size {theirs} -> {ours}" in found[0]
 
 
 def test_what_the_host_asserts_when_it_goes_on_is_said_before(tmp_path: Path) -> None:
