@@ -66,8 +66,8 @@ def parse_and_validate_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
     *,
     check: Callable[[Namespace], None],
-    restore: Callable[[Namespace, ArgumentParser], None],
-    compare: Callable[[Namespace, ArgumentParser], None],
+    restore: Callable[[Namespace, ArgumentParser], None] | None = None,
+    compare: Callable[[Namespace, ArgumentParser], None] | None = None,
 ) -> Namespace:
     """Parse as Megatron does, with our own checks before its validation and after it.
 
@@ -77,8 +77,9 @@ def parse_and_validate_args(
     Args:
         extra_args_provider: adds flags to the parser.
         check: raises ValueError for arguments that cannot run.
-        restore: follows --use-checkpoint-args, in place of Megatron.
-        compare: raises ValueError for a checkpoint that does not belong to the validated arguments.
+        restore: follows --use-checkpoint-args; None: Megatron does, by its own list.
+        compare: raises ValueError for a checkpoint that does not belong to the validated arguments;
+            None: nothing is compared.
 
     Returns:
         Megatron's validated namespace, which is then also its global one.
@@ -95,9 +96,10 @@ def parse_and_validate_args(
 
     def parse_and_restore(_: Any, *rest: Any) -> Namespace:
         args = parse_args(keep, *rest)
-        restore(args, parsers[-1])
         restored.append(args.use_checkpoint_args)
-        args.use_checkpoint_args = False  # done
+        if restore is not None:
+            restore(args, parsers[-1])
+            args.use_checkpoint_args = False  # done
         return args
 
     def check_and_validate(args: Namespace, *defaults: Any) -> Namespace:
@@ -111,7 +113,8 @@ def parse_and_validate_args(
         host.parse_args, host.validate_args = parse_args, validate_args
     args.use_checkpoint_args = restored[-1]
     check(args)
-    compare(args, parsers[-1])
+    if compare is not None:
+        compare(args, parsers[-1])
     return args
 
 

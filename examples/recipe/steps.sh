@@ -131,8 +131,8 @@ step_train() { # goes on where the last checkpoint of $RUN stands
         --dist-ckpt-optim-fully-reshardable --save-interval "$SAVE_INTERVAL" "${handler[@]}" \
         --save-last "$SAVE_LAST" --save-last-every "$SAVE_LAST_EVERY" \
         --log-interval 1 --log-throughput --tensorboard-dir "$RUN/tensorboard" "${EXTRA[@]}"
-    [[ -z $DRY_RUN ]] || return 0
     trap - TERM
+    [[ -z $DRY_RUN && $NODE_RANK == 0 ]] || return 0 # other nodes may see the tracker later
     done_now=$(iteration_of "$RUN")
     if ((${done_now:-0} < TRAIN_ITERS)); then
         echo "$RUN has iteration ${done_now:-0} of $TRAIN_ITERS: start this again to go on" >&2

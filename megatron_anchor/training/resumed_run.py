@@ -123,8 +123,8 @@ def _kinds_of_optimizer(args: Namespace, stored: StoredRun) -> Iterator[str]:
     theirs, ours = _changes(args, stored, [name]).get(name, (1, 1))
     if args.num_experts and (theirs > 1) != (ours > 1):
         yield (
-            f"{LAYOUT[name]} {theirs} -> {ours}: from 2 on Megatron has a second optimizer, for the "
-            "experts, and its states do not pass from two to one or back: stay at "
+            f"{LAYOUT[name]} {theirs} -> {ours}: from 2 on Megatron has an optimizer more, for "
+            "the experts, and its states do not pass from two to one or back: stay at "
             f"{'2 or more' if theirs > 1 else '1'}; or {WITHOUT_OPTIMIZER}"
         )
 

@@ -35,6 +35,8 @@ SCALING = (
 )
 """Ours and Megatron's flags for scaled rotary positions."""
 
+PRECISION = ("bf16", "fp16")
+
 VOCABULARY = frozenset({"vocab_size", "padded_vocab_size"})
 """Restored, and compared by `lost_vocabulary`."""
 
@@ -107,8 +109,9 @@ def meant_values(args: Namespace, command_line: CommandLine) -> dict[str, Any]:
 
 
 def _is_meant(name: str, command_line: CommandLine) -> bool:
-    if name in SCALING:  # several flags for one thing: any of them speaks for all
-        return not command_line.given.isdisjoint(SCALING)
+    for flags in (SCALING, PRECISION):  # several flags for one thing: any of them speaks for all
+        if name in flags:
+            return not command_line.given.isdisjoint(flags)
     fixed = name in model_fields() and not may_change(name)
     return name in command_line.given and not fixed
 

@@ -230,6 +230,9 @@ def test_restoring_takes_all_of_the_model_and_leaves_what_was_meant(run):
     taken = restore(ours, theirs, line)
     assert set(found(ours, theirs, line)) == {"attention_pattern", "rope_parameters"}
     assert "--norm-epsilon 1e-06 (instead of 0.001)" in taken
+    ours, line = run("--fp16")
+    restore(ours, theirs, line)
+    assert (ours.fp16, ours.bf16) == (True, False)
 
 
 def test_restoring_never_takes_code_to_import(run):
