@@ -139,8 +139,10 @@ def parse_and_validate_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
     *,
     check: Callable[[Namespace], None],
+    restore: Callable[[Namespace, ArgumentParser], None] | None = None,
+    compare: Callable[[Namespace, ArgumentParser], None] | None = None,
 ) -> Namespace:
-    """Parse as Megatron does, with our own check before its validation and after it.
+    """Parse as Megatron does, with our own checks before its validation and after it.
 
     Megatron's assertions name neither the value nor the remedy, so ours come first, after
     --use-checkpoint-args replaced values; and again afterwards, since validation fills in defaults.
@@ -148,6 +150,9 @@ def parse_and_validate_args(
     Args:
         extra_args_provider: adds flags to the parser.
         check: raises ValueError for arguments that cannot run.
+        restore: follows --use-checkpoint-args; None: Megatron does, by its own list.
+        compare: raises ValueError for a checkpoint that does not belong to the validated arguments;
+            None: nothing is compared.
 
     Returns:
         Megatron's validated namespace, which is then also its global one.
@@ -157,19 +162,36 @@ def parse_and_validate_args(
     """
     from megatron.training import arguments as host
 
-    validate_args = host.validate_args
+    parse_args, validate_args = host.parse_args, host.validate_args
+    parsers: list[ArgumentParser] = []
+    restored: list[bool] = []
+
+    def keep(parser: ArgumentParser) -> ArgumentParser:
+        parsers.append(extra_args_provider(parser))
+        return parsers[-1]
+
+    def parse_and_restore(_: Any, *rest: Any) -> Namespace:
+        args = parse_args(keep, *rest)
+        restored.append(args.use_checkpoint_args)
+        if restore is not None:
+            restore(args, parsers[-1])
+            args.use_checkpoint_args = False  # done
+        return args
 
     def check_and_validate(args: Namespace, *defaults: Any) -> Namespace:
         check(args)
         return validate_args(args, *defaults)
 
-    host.validate_args = check_and_validate
+    host.parse_args, host.validate_args = parse_and_restore, check_and_validate
     try:
         with refusals_of_the_host():
             args = host.parse_and_validate_args(extra_args_provider)
     finally:
-        host.validate_args = validate_args
+        host.parse_args, host.validate_args = parse_args, validate_args
+    args.use_checkpoint_args = restored[-1]
     check(args)
+    if compare is not None:
+        compare(args, parsers[-1])
     return args
 
 
@@ -202,6 +224,18 @@ def was_typed(flag: str) -> bool:
     A namespace does not tell a flag with the value of its default from none.
     """
     return any(word == flag or word.startswith(f"{flag}=") for word in sys.argv[1:])
+
+
+def restore_host_arguments(args: Namespace, *, flag: str) -> None:
+    """Let Megatron restore its own list of arguments from a checkpoint (--use-checkpoint-args).
+
+    Args:
+        args: parsed, not validated; changed in place.
+        flag: the argument that names the checkpoint, ``load`` or ``pretrained_checkpoint``.
+    """
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    load_args_from_checkpoint(args, load_arg=flag)
 
 
 def save_also(is_due: Callable[[Namespace, int], bool]) -> None:

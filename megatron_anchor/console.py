@@ -104,7 +104,8 @@ example, from texts to a model in Hugging Face's form:
   megatron-anchor convert to-megatron --hf models/Llama-2-7b --out models/llama --extend-to 65536
   torchrun --nproc-per-node 8 -m megatron_anchor.pretrain_gpt \\
       $(cat models/llama/megatron_args.txt) --pretrained-checkpoint models/llama \\
-      --data-path corpus/mine_text_document --seq-length 65536 --save run ...
+      --data-path corpus/mine_text_document --seq-length 65536 --save run \\
+      --dist-ckpt-optim-fully-reshardable ...
   megatron-anchor convert to-hf --megatron run --out models/Llama-2-7b-64K
 
 `megatron-anchor COMMAND --help` shows a command's flags with a worked example of its own. Training

@@ -41,7 +41,12 @@ def main() -> None:
     from megatron.training import pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_anchor.training import bad_batch, last_checkpoints, saved_checkpoints
+    from megatron_anchor.training import (
+        bad_batch,
+        last_checkpoints,
+        loaded_model,
+        saved_checkpoints,
+    )
     from megatron_anchor.training.arguments import add_anchor_arguments
     from megatron_anchor.training.data_arguments import require_corpora
     from megatron_anchor.training.forward_step import forward_step
@@ -53,7 +58,12 @@ def main() -> None:
     saved_checkpoints.explain_failed_saves()
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     try:
-        args = compat.parse_and_validate_args(add_anchor_arguments, check=require_supported)
+        args = compat.parse_and_validate_args(
+            add_anchor_arguments,
+            check=require_supported,
+            restore=loaded_model.restore_model,
+            compare=loaded_model.require_same_model,
+        )
         require_corpora(args)
         bad_batch.install(args)
         with compat.refusals_of_the_host():

@@ -16,7 +16,8 @@ from megatron_anchor.command_line import make_parser
 _EXAMPLE = f"""\
   python tools/convert_hf_to_megatron.py --hf models/Llama-2-7b --out models/llama --extend-to 65536
   torchrun --nproc-per-node 8 -m megatron_anchor.pretrain_gpt $(cat models/llama/{ARGS_FILE}) \\
-      --pretrained-checkpoint models/llama --load run --save run --seq-length 65536 ...
+      --pretrained-checkpoint models/llama --load run --save run \\
+      --dist-ckpt-optim-fully-reshardable --seq-length 65536 ...
 """
 
 

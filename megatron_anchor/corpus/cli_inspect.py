@@ -17,6 +17,7 @@ from megatron_anchor.corpus.inspection import PERCENTILES, Report, inspect_corpu
 from megatron_anchor.corpus.manifest import KeyManifest, read_manifest
 from megatron_anchor.corpus.pictures import draw_lengths
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
+from megatron_anchor.shell_words import quoted
 
 _EXAMPLE = """\
   python tools/inspect_corpus.py corpus/all_text_document --png lengths.png
@@ -94,7 +95,7 @@ def _flags_of(manifest: KeyManifest | None) -> str:
         return "--tokenizer-model"
     made = manifest.tokenizer
     if made.get("path"):
-        return f"--tokenizer-model {made['path']}, with which the corpus was made"
+        return f"--tokenizer-model {quoted(str(made['path']))}, with which the corpus was made"
     types = {"bytes": "ByteLevelTokenizer", "null": "NullTokenizer"}
     flags = f"--tokenizer-type {types.get(made.get('kind', ''), '...')}"
     return f"{flags} --vocab-size ..." if made.get("kind") == "null" else flags

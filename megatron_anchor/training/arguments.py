@@ -94,6 +94,11 @@ class AnchorArguments:
     """Order the samples inside each global batch so that data-parallel ranks and micro-batches have
     nearly equal attention work. The batch's samples stay the same."""
 
+    allow_model_change: list[str] | None = None
+    """Flags in which this run's model may differ from that of the checkpoint it loads, without
+    dashes, such as norm-epsilon. Lengths, rotary positions, patterns, dropout, precision and losses
+    may differ anyway."""
+
     save_last: int | None = None
     """Keep so many checkpoints of the end of training, --save-last-every iterations apart, besides
     those of --save-interval: to average an evaluation over them."""

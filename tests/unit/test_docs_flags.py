@@ -13,6 +13,7 @@ OF_OTHERS = {
     *("--nproc-per-node", "--standalone", "--master-port", "--max-restarts"),  # torchrun
     *("--no-deps", "--its", "--arguments"),  # pip; stand-ins of a user's own
     *("--all-files", "--signoff", "--kill-on-bad-exit"),  # pre-commit, git, srun
+    "--signal",  # sbatch
 }
 """Flags in the running text that belong to other programs."""
 

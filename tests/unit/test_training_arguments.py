@@ -61,6 +61,7 @@ def test_all_our_flags_are_these(parse):
         "interleave_min_chunk_length",
         "interleave_max_chunk_length",
         "balance_attention_work",
+        "allow_model_change",
         "save_last",
         "save_last_every",
         "attention_precision",
