@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.metadata import version
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +45,13 @@ class EngineRecipe:
     arguments: Mapping[str, object]
     shares_threads: bool = False
     """Whether one instance uses all cores by itself (then one process is enough)."""
+    packages: tuple[str, ...] = ()
+    """The distributions whose code makes the ids."""
+
+    @property
+    def versions(self) -> list[str]:
+        """`NAME VERSION` of every package, sorted."""
+        return sorted(f"{name} {version(name)}" for name in self.packages)
 
     def make(self, *, threads: int = 1) -> Engine:
         """Build the engine with `threads` threads."""
@@ -64,7 +72,7 @@ class Tokenizer:
     native_engine: Engine
     """`native` as made for this process."""
     fast: EngineRecipe | None = None
-    """A faster engine to be checked against `native` before use."""
+    """A faster engine whose ids are proven to be those of `native`."""
     fast_unavailable: str = ""
     """Why `fast` is None."""
     eod_id: int | None = None
@@ -74,7 +82,8 @@ class Tokenizer:
     suffix: tuple[int, ...] = ()
     control_ids: frozenset[int] = frozenset()
     """Ids that no text may produce."""
-    vocabulary_digest: str = ""
+    digest: str = ""
+    """Of everything in the tokenizer's files that decides ids."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know; printed once."""
 
@@ -89,15 +98,16 @@ class Tokenizer:
         return replace(self, eod_id=eod_id)
 
     def fingerprint(self) -> str:
-        """A digest of vocabulary, behaviour on probe texts, eod and affixes (hex).
+        """A digest of all that decides ids: files, control tokens, eod, affixes, behaviour (hex).
 
-        Two corpora with one fingerprint were made by tokenizers that agree; file names and
-        library versions do not enter.
+        Two corpora with one fingerprint were made by tokenizers that agree; file names do not
+        enter. Ids of probe texts do, so that a library that changed its mind is noticed.
         """
-        digest = hashlib.sha256(self.vocabulary_digest.encode())
+        digest = hashlib.sha256(self.digest.encode())
         for ids in self.native_engine.encode_batch(self.probe_texts):
             digest.update(np.ascontiguousarray(ids, dtype="<i8").tobytes() + b"|")
-        digest.update(repr((self.vocab_size, self.eod_id, self.prefix, self.suffix)).encode())
+        facts = (self.vocab_size, self.eod_id, self.prefix, self.suffix, sorted(self.control_ids))
+        digest.update(repr(facts).encode())
         return digest.hexdigest()[:32]
 
     @property

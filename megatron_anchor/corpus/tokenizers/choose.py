@@ -170,8 +170,9 @@ def choose_engine(
 ) -> tuple[EngineRecipe, str]:
     """The engine to use and a sentence on why.
 
-    `auto` takes the fast engine where it is installed and gives the native ids on the probe texts,
-    on every control string and on `sample`, texts of the corpus itself.
+    `auto` takes the fast engine where the tokenizer has one: where it is installed, and its ids
+    follow from the tokenizer's kind. Whether it does as it should is tried nevertheless, on the
+    probe texts, on every control string and on `sample`, texts of the corpus itself.
     """
     if wanted == "native":
         return tokenizer.native, f"engine {tokenizer.native.name}, as asked"
@@ -185,7 +186,8 @@ def choose_engine(
     if not difference:
         return (
             tokenizer.fast,
-            f"engine {tokenizer.fast.name}: same ids on {len(sample)} sample texts",
+            f"engine {tokenizer.fast.name}, for texts of which its ids are known to be those of "
+            f"{tokenizer.native.name}",
         )
     if wanted == "gigatoken":
         raise CorpusError(f"--engine gigatoken: {difference}; use --engine native")

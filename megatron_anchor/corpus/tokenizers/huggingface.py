@@ -51,6 +51,19 @@ class TokenizersEngine:
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def unassigned(self, characters: str) -> str:
+        """Those of the characters that the library's Unicode tables do not know."""
+        from tokenizers import Regex
+        from tokenizers.pre_tokenizers import Split
+
+        known = Split(Regex(r"\P{Cn}+"), "removed")
+        return "".join(part for part, _ in known.pre_tokenize_str(characters))
+
+    def normalized(self, text: str) -> str:
+        """The text as the tokenizer's normaliser leaves it."""
+        normalizer = self.library.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens shown."""
         text = self.library.decode(list(ids), skip_special_tokens=False)
@@ -168,9 +181,11 @@ def _describe(
         control.pop(own_unknown or "", None)  # any unknown character may give it
         config, encoded, engine = _guarded(config, encoded, engine, control, path=path)
     bos = named.get("bos_token")
-    stripped = config if special else plain_text.without_special(config)
-    fast, reason = gigatoken_engine.recipe_from_json(stripped)
-    recipe = EngineRecipe("tokenizers", _FACTORY, {"config": encoded, "plain_text": not special})
+    written = json.loads(engine.library.to_str())  # with the ids that the library itself gives
+    stripped = written if special else plain_text.without_special(written)
+    arguments = {"config": encoded, "plain_text": not special}
+    recipe = EngineRecipe("tokenizers", _FACTORY, arguments, packages=("tokenizers",))
+    fast, reason = gigatoken_engine.recipe_from_json(stripped, native=recipe)
     return Tokenizer(
         kind="huggingface",
         path=path,
@@ -184,9 +199,28 @@ def _describe(
         prefix=prefix,
         suffix=suffix,
         control_ids=frozenset(control.values()),
-        vocabulary_digest=digest_of(json.dumps(vocabulary, sort_keys=True)),
+        digest=digest_of(json.dumps(_deciding(written), sort_keys=True)),
         notes=(affix_note(prefix, suffix),) if prefix or suffix else (),
     )
+
+
+def _deciding(config: Mapping[str, Any]) -> Any:
+    """What of a tokenizer, as the library writes it, decides ids.
+
+    Entries that are empty or off are left out: a later version of the library may write more.
+    """
+    return _without_empty(
+        {name: config[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+    )
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_empty(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _without_empty(item) for name, item in value.items()}
+    return {name: item for name, item in kept.items() if item is not None and item is not False}
 
 
 def _guarded(

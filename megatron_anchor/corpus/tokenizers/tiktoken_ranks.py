@@ -26,11 +26,12 @@ _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
 )
-# Split patterns as published with each vocabulary; v1 and v2 are Megatron's TikTokenizer.
+# Split patterns as published with each vocabulary; v1 and v2 are Megatron's TikTokenizer. cl100k is
+# that of tiktoken 0.14 (tiktoken_ext/openai_public.py): white space at a text's end stays whole.
 PATTERNS = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "cl100k": _CONTRACTIONS
-    + r"|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
     "llama3": _CONTRACTIONS
     + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     + _TAIL,
@@ -47,7 +48,7 @@ PATTERNS = {
 _GIGATOKEN_SCHEMES = {
     "gpt2": "gpt2",
     "cl100k": "gpt4",
-    "llama3": "gpt4",
+    "llama3": "olmo3",
     "qwen2": "qwen2",
     "qwen35": "qwen35",
     "o200k": "o200k",
@@ -131,6 +132,20 @@ class TiktokenEngine:
             rows = [self.library.encode(text, allowed_special="all") for text in texts]
         return [np.array(row, dtype=np.uint32) for row in rows]
 
+    def unassigned(self, characters: str) -> str:
+        """Those of the characters that the library's Unicode tables do not know."""
+        import tiktoken
+
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        only = tiktoken.Encoding(
+            "unassigned", pat_str=r"\p{Cn}", mergeable_ranks=ranks, special_tokens={}
+        )
+        return bytes(only.encode_ordinary(characters)).decode("utf-8")
+
+    def normalized(self, text: str) -> str:
+        """The text itself: ranks have no normaliser."""
+        return text
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; ids without an entry are shown as `<id N>`."""
         parts = []
@@ -189,18 +204,18 @@ def load(
             "--tokenizer-special-tokens, or give its number with --eod-id"
         )
     expression = PATTERNS.get(wanted, wanted)
-    fast, reason = (None, "gigatoken would match special strings")
-    if not special:
-        fast, reason = gigatoken_engine.recipe_from_ranks(
-            found.ranks, scheme=_GIGATOKEN_SCHEMES.get(wanted)
-        )
     arguments = {
         "ranks": found.ranks,
         "pattern": expression,
         "specials": specials,
         "plain_text": not special,
     }
-    recipe = EngineRecipe("tiktoken", _FACTORY, arguments)
+    recipe = EngineRecipe("tiktoken", _FACTORY, arguments, packages=("tiktoken",))
+    fast, reason = None, "gigatoken would not match special strings"
+    if not special:
+        fast, reason = gigatoken_engine.recipe_from_ranks(
+            found.ranks, scheme=_GIGATOKEN_SCHEMES.get(wanted), native=recipe
+        )
     top = max([*found.ranks.values(), *specials.values()]) + 1
     return Tokenizer(
         kind="tiktoken",
@@ -213,8 +228,10 @@ def load(
         eod_id=specials[eos] if eos is not None else None,
         bos_id=specials.get(found.bos) if found.bos else None,
         control_ids=frozenset() if special else frozenset(specials.values()),
-        vocabulary_digest=digest_of(
-            expression, *(b"%d " % rank + piece for piece, rank in sorted(found.ranks.items()))
+        digest=digest_of(
+            expression,
+            repr(sorted(specials.items())),
+            *(b"%d " % rank + piece for piece, rank in sorted(found.ranks.items())),
         ),
     )
 
