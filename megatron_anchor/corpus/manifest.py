@@ -39,7 +39,8 @@ class KeyManifest:
     """Set where every document ends with it."""
     bos_id: int | None
     tokenizer: dict[str, Any]
-    """kind, path, and fingerprint: equal fingerprints mean equal ids."""
+    """kind, path, fingerprint (equal ones mean equal ids), and engines: the packages that made the
+    ids, with their versions."""
     domains: list[DomainCount]
     rows_read: int
     rejected: dict[str, int]

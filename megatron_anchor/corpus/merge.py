@@ -1,6 +1,7 @@
 """Merging corpora: any number of `.bin/.idx` pairs, one after another, in bounded memory.
 
-dtype, key, level, eod and tokenizer fingerprint must agree; domain names are united in the order in
+dtype, key, level, eod, tokenizer fingerprint, and all settings that decide what a text becomes must
+agree; domain names are united in the order in
 which they are met, so merged shards equal the corpus of one run byte for byte.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.identity import text_settings
 from megatron_anchor.corpus.index_checks import require_sound
 from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path, idx_path, write_index
 from megatron_anchor.corpus.manifest import (
@@ -118,23 +120,23 @@ def _check_fit(parts: Sequence[_Part]) -> None:
                 "manifests away"
             )
         if a is not None and b is not None:
-            pairs += [
-                (name, getattr(a, name), getattr(b, name))
-                for name in ("key", "level", "vocab_size", "eod_id")
-            ]
-            pairs.append(
-                (
-                    "tokenizer fingerprint",
-                    a.tokenizer.get("fingerprint"),
-                    b.tokenizer.get("fingerprint"),
-                )
-            )
+            pairs += _manifest_pairs(a, b)
         for what, left, right in pairs:
             if left != right:
                 raise CorpusError(
                     f"{first.prefix} has {what} {left}, {part.prefix} has {right}: corpora can be "
                     "merged only where it agrees"
                 )
+
+
+def _manifest_pairs(a: KeyManifest, b: KeyManifest) -> list[tuple[str, Any, Any]]:
+    """What must agree, with both values."""
+    names = ("key", "level", "vocab_size", "eod_id", "bos_id")
+    pairs = [(name, getattr(a, name), getattr(b, name)) for name in names]
+    left, right = a.tokenizer.get("fingerprint"), b.tokenizer.get("fingerprint")
+    pairs.append(("tokenizer fingerprint", left, right))
+    ours, theirs = text_settings(a.settings), text_settings(b.settings)
+    return pairs + [(name, ours[name], theirs[name]) for name in ours if name in theirs]
 
 
 def _domain_names(parts: Sequence[_Part]) -> list[str]:
@@ -200,6 +202,7 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
             held["rows"] += source["rows"]
 
     whole = is_one_run([(part.prefix, part.manifest) for part in parts])
+    engines = {name for manifest in found for name in manifest.tokenizer.get("engines", ())}
 
     def total(name: str) -> int:
         return sum(getattr(manifest, name) for manifest in found)
@@ -217,5 +220,6 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
         domains=list(counts.values()),
         sources=list(sources.values()),
         shard=None,
-        settings=found[0].settings if whole else {},
+        settings=found[0].settings if whole else text_settings(found[0].settings),
+        tokenizer={**found[0].tokenizer, "engines": sorted(engines)},
     )

@@ -55,6 +55,8 @@ class Progress:
     domain_tokens: list[list[int]] = field(default_factory=list)
     source_rows: dict[str, int] = field(default_factory=dict)
     """Rows read of a source, by its number."""
+    engines: list[str] = field(default_factory=list)
+    """`NAME VERSION` of every package that made ids."""
     complete: bool = False
 
     @classmethod

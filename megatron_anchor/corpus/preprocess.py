@@ -24,7 +24,7 @@ from megatron_anchor.corpus.output import CorpusOutput, Progress
 from megatron_anchor.corpus.pool import make_pool
 from megatron_anchor.corpus.readers import Chunk, ReadOptions, read_span
 from megatron_anchor.corpus.rows import RowOptions, parse_chunk
-from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter
+from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter, model_digest
 from megatron_anchor.corpus.sources import (
     Source,
     Span,
@@ -149,7 +149,12 @@ def preprocess(config: PreprocessConfig) -> Summary:
         )
     splitter = _splitter(config)
     spans = _plan(config, sources)
-    identity = run_identity(config, sources, tokenizer.fingerprint())
+    identity = run_identity(
+        config,
+        sources,
+        tokenizer.fingerprint(),
+        punkt=model_digest(splitter) if splitter else None,
+    )
     output = CorpusOutput(
         config.output_prefix,
         keys=config.json_keys,
@@ -196,6 +201,8 @@ def _process(
     )
     ready, bytes_before = time.monotonic(), output.progress.text_bytes
     if not output.progress.complete:
+        if not config.pretokenized:
+            output.progress.engines = sorted({*output.progress.engines, *recipe.versions})
         ready = _run(config, output, sources, spans, encode, workers=workers)
         _check_not_empty(config, output)
     manifests = output.finish(_manifest_fields(config, tokenizer, sources, output))
@@ -403,6 +410,7 @@ def _manifest_fields(
             "kind": tokenizer.kind,
             "path": tokenizer.path,
             "fingerprint": tokenizer.fingerprint(),
+            "engines": output.progress.engines,
         },
         "sources": [
             {"path": source.path, "bytes": source.size, "rows": rows[str(number)]}
