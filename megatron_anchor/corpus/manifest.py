@@ -49,6 +49,8 @@ class KeyManifest:
     text_bytes: int
     sources: list[dict[str, Any]]
     """path, bytes and rows read, in order."""
+    passed_over: dict[str, int] = field(default_factory=dict)
+    """Files and folders in the inputs that are not read, by the reason."""
     shard: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     """What else decides the bytes; see `identity.lasting_identity`."""

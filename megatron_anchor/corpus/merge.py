@@ -190,6 +190,7 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
         return None
     counts = {name: DomainCount(name, 0, 0) for name in names}
     rejected: dict[str, int] = {}
+    passed_over: dict[str, int] = {}
     sources: dict[tuple[str, int], dict] = {}
     for manifest in found:
         for domain in manifest.domains:
@@ -197,6 +198,8 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
             counts[domain.name].tokens += domain.tokens
         for kind, number in manifest.rejected.items():
             rejected[kind] = rejected.get(kind, 0) + number
+        for why, number in manifest.passed_over.items():
+            passed_over[why] = passed_over.get(why, 0) + number
         for source in manifest.sources:
             held = sources.setdefault((source["path"], source["bytes"]), {**source, "rows": 0})
             held["rows"] += source["rows"]
@@ -219,6 +222,7 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
         rejected=dict(sorted(rejected.items())),
         domains=list(counts.values()),
         sources=list(sources.values()),
+        passed_over=found[0].passed_over if whole else dict(sorted(passed_over.items())),
         shard=None,
         settings=found[0].settings if whole else text_settings(found[0].settings),
         tokenizer={**found[0].tokenizer, "engines": sorted(engines)},

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from megatron_anchor.corpus.encoding import EncodeConfig
 from megatron_anchor.corpus.errors import CorpusError, RowError
+from megatron_anchor.corpus.folders import counted, described
 from megatron_anchor.corpus.identity import (
     lasting_identity,
     require_finished_same,
@@ -26,6 +27,7 @@ from megatron_anchor.corpus.readers import Chunk, ReadOptions, read_span
 from megatron_anchor.corpus.rows import RowOptions, parse_chunk
 from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter, model_digest
 from megatron_anchor.corpus.sources import (
+    Inputs,
     Source,
     Span,
     count_lines_before,
@@ -140,7 +142,13 @@ def preprocess(config: PreprocessConfig) -> Summary:
     finished stays in `OUTPUT_PREFIX.partial` for `resume`.
     """
     began = time.monotonic()
-    sources = resolve(config.input, domains=config.domain, input_format=config.input_format)
+    inputs = resolve(
+        config.input,
+        domains=config.domain,
+        input_format=config.input_format,
+        hf_split=config.hf_split,
+    )
+    sources = inputs.sources
     tokenizer = load_tokenizer(config.tokenizer)
     if config.append_eod and tokenizer.eod_id is None:
         raise CorpusError(
@@ -168,7 +176,7 @@ def preprocess(config: PreprocessConfig) -> Summary:
     if output.already_finished:
         return _finished_before(config, output, identity)
     try:
-        return _process(config, output, tokenizer, sources, spans, splitter, began=began)
+        return _process(config, output, tokenizer, inputs, spans, splitter, began=began)
     except BaseException:
         if not output.progress.rows_read:
             output.discard()  # the next run needs neither --resume nor --overwrite
@@ -181,12 +189,13 @@ def _process(
     config: PreprocessConfig,
     output: CorpusOutput,
     tokenizer: Tokenizer,
-    sources: list[Source],
+    inputs: Inputs,
     spans: list[Span],
     splitter: SplitterConfig | None,
     *,
     began: float,
 ) -> Summary:
+    sources = inputs.sources
     workers = config.workers or len(os.sched_getaffinity(0))
     recipe, note = _engine(config, tokenizer, sources, spans, workers=workers)
     encode = EncodeConfig(
@@ -205,11 +214,11 @@ def _process(
             output.progress.engines = sorted({*output.progress.engines, *recipe.versions})
         ready = _run(config, output, sources, spans, encode, workers=workers)
         _check_not_empty(config, output)
-    manifests = output.finish(_manifest_fields(config, tokenizer, sources, output))
+    manifests = output.finish(_manifest_fields(config, tokenizer, inputs, output))
     return _summary(
         output,
         manifests,
-        notes=[note, *tokenizer.notes, *config.notes],
+        notes=[*described(inputs.passed_over), note, *tokenizer.notes, *config.notes],
         engine=recipe.name,
         began=began,
         ready=ready,
@@ -398,7 +407,7 @@ def _check_not_empty(config: PreprocessConfig, output: CorpusOutput) -> None:
 def _manifest_fields(
     config: PreprocessConfig,
     tokenizer: Tokenizer,
-    sources: list[Source],
+    inputs: Inputs,
     output: CorpusOutput,
 ) -> dict[str, Any]:
     rows = output.progress.source_rows
@@ -414,9 +423,10 @@ def _manifest_fields(
         },
         "sources": [
             {"path": source.path, "bytes": source.size, "rows": rows[str(number)]}
-            for number, source in enumerate(sources)
+            for number, source in enumerate(inputs.sources)
             if str(number) in rows
         ],
+        "passed_over": counted(inputs.passed_over),
         "shard": config.shard,
         "settings": lasting_identity(output.identity),
     }

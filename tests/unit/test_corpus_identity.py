@@ -179,7 +179,9 @@ def test_another_value_is_another_identity(tmp_path, monkeypatch, option):
         inputs = [] if option == "input" else ["--input", "in.jsonl"]
         args = parser().parse_args([*inputs, *words, "--output-prefix", "out"])
         config = config_from(args)
-        sources = resolve(config.input, domains=config.domain, input_format=config.input_format)
+        sources = resolve(
+            config.input, domains=config.domain, input_format=config.input_format
+        ).sources
         fingerprint = load_tokenizer(config.tokenizer).fingerprint()
         punkt = "model" if config.split_sentences else None
         found.append(run_identity(config, sources, fingerprint, punkt=punkt))
