@@ -155,10 +155,13 @@ def print_summary(summary: Summary) -> None:
     """The summary for people."""
     for note in summary.notes:
         print(f"note: {note}", file=sys.stderr)
-    for prefix, documents, tokens, empty in zip(
-        summary.prefixes, summary.documents, summary.tokens, summary.empty_documents, strict=True
-    ):
-        print(f"{prefix}: {documents} documents, {tokens} tokens, {empty} empty left out")
+    for number, prefix in enumerate(summary.prefixes):
+        kept = summary.empty_kept[number]
+        beside = f" ({kept} empty, to stay beside the other keys)" if kept else ""
+        print(
+            f"{prefix}: {summary.documents[number]} documents{beside}, {summary.tokens[number]} "
+            f"tokens, {summary.empty_documents[number]} empty left out"
+        )
     if summary.engine != NO_ENGINE:
         rate = summary.processed_bytes / 1e6 / max(summary.seconds, 1e-9)
         print(f"{summary.rows_read} rows read in {summary.seconds:.1f} s ({rate:.2f} MB/s)")

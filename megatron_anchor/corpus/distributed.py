@@ -126,7 +126,7 @@ def _merge(
     manifests: list[KeyManifest] = []
     for number, key in enumerate(config.json_keys):
         parts = [summary.prefixes[number] for summary in summaries]
-        if not sum(summary.documents[number] for summary in summaries):
+        if not sum(summary.tokens[number] for summary in summaries):
             raise CorpusError(f"no document was written for {key!r} in any shard")
         merged = merge_corpora(
             parts,
@@ -147,6 +147,7 @@ def _merge(
         rejected=first.rejected,
         rejected_file=rejected_file,
         empty_documents=[manifest.empty_documents for manifest in manifests],
+        empty_kept=[manifest.empty_kept for manifest in manifests],
         text_bytes=first.text_bytes,
         processed_bytes=sum(summary.processed_bytes for summary in summaries),
         domains=[domain.name for domain in first.domains],

@@ -45,10 +45,13 @@ class KeyManifest:
     rows_read: int
     rejected: dict[str, int]
     empty_documents: int
+    """Rows without tokens that were left out."""
     blank_lines: int
     text_bytes: int
     sources: list[dict[str, Any]]
     """path, bytes and rows read, in order."""
+    empty_kept: int = 0
+    """Of the documents, those without tokens: their rows have tokens under another key."""
     passed_over: dict[str, int] = field(default_factory=dict)
     """Files and folders in the inputs that are not read, by the reason."""
     shard: str | None = None

@@ -217,6 +217,7 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
         tokens=total("tokens"),
         rows_read=total("rows_read"),
         empty_documents=total("empty_documents"),
+        empty_kept=total("empty_kept"),
         blank_lines=total("blank_lines"),
         text_bytes=total("text_bytes"),
         rejected=dict(sorted(rejected.items())),

@@ -45,7 +45,9 @@ class Progress:
     rejected: dict[str, int] = field(default_factory=dict)
     """Rows by kind of reason."""
     empty: list[int] = field(default_factory=list)
-    """Documents without tokens, by key."""
+    """Documents without tokens that were left out, by key."""
+    kept: list[int] = field(default_factory=list)
+    """Documents without tokens that were written, by key."""
     sequences: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -70,9 +72,10 @@ class Progress:
             ]
             raise _lost(path, f"its {wrong[0]!r} is not what a checkpoint has")
         progress = cls(**value)
-        counts = (progress.empty, progress.sequences, progress.documents, progress.tokens)
-        by_domain = (progress.domain_documents, progress.domain_tokens)
-        if {len(held) for held in (*counts, *by_domain)} != {keys}:
+        by_key: list[Sequence[Any]] = [progress.empty, progress.kept, progress.sequences]
+        by_key += [progress.documents, progress.tokens]
+        by_key += [progress.domain_documents, progress.domain_tokens]
+        if {len(held) for held in by_key} != {keys}:
             raise _lost(path, f"it does not count for {keys} keys")
         return progress
 
@@ -168,6 +171,7 @@ class CorpusOutput:
         else:
             count = len(self.keys)
             self.progress.empty = [0] * count
+            self.progress.kept = [0] * count
             self.progress.sequences = [0] * count
             self.progress.documents = [0] * count
             self.progress.tokens = [0] * count
@@ -233,6 +237,7 @@ class CorpusOutput:
     def _append_key(self, number: int, output: KeyOutput, ids: np.ndarray) -> None:
         state = self.progress
         state.empty[number] += output.empty
+        state.kept[number] += output.kept
         if not len(output.document_ends):
             return
         domains = ids[output.domains]
@@ -240,8 +245,8 @@ class CorpusOutput:
         self._write(f"{number}.lengths", output.lengths.data)
         self._write(f"{number}.ends", (output.document_ends + state.sequences[number]).data)
         self._write(f"{number}.domains", domains.data)
-        starts = np.concatenate(([0], output.document_ends[:-1]))
-        sizes = np.add.reduceat(output.lengths.astype(np.int64), starts)
+        ends = np.concatenate(([0], np.cumsum(output.lengths, dtype=np.int64)))
+        sizes = np.diff(ends[output.document_ends], prepend=0)
         documents, tokens = state.domain_documents[number], state.domain_tokens[number]
         for id_ in np.unique(domains).tolist():
             chosen = domains == id_
@@ -359,6 +364,7 @@ class CorpusOutput:
             rows_read=state.rows_read,
             rejected=dict(sorted(state.rejected.items())),
             empty_documents=state.empty[number],
+            empty_kept=state.kept[number],
             blank_lines=state.blank_lines,
             text_bytes=state.text_bytes,
             domains=[

@@ -123,6 +123,7 @@ class Summary:
     rejected: dict[str, int]
     rejected_file: str | None
     empty_documents: list[int]
+    empty_kept: list[int]
     text_bytes: int
     processed_bytes: int
     """Of `text_bytes`, what this run did; less where it went on from an earlier one."""
@@ -392,8 +393,8 @@ def _span_bytes(sources: list[Source], span: Span) -> int:
 def _check_not_empty(config: PreprocessConfig, output: CorpusOutput) -> None:
     if config.shard is not None:
         return  # a job array may have more shards than rows; merging copes
-    for key, documents in zip(output.keys, output.progress.documents, strict=True):
-        if not documents:
+    for key, tokens in zip(output.keys, output.progress.tokens, strict=True):
+        if not tokens:
             state = output.progress
             output.discard()
             listed = f", listed in {output.rejected_path}" if state.rejected else ""
@@ -451,6 +452,7 @@ def _summary(
         rejected=first.rejected,
         rejected_file=str(output.rejected_path) if first.rejected else None,
         empty_documents=[manifest.empty_documents for manifest in manifests],
+        empty_kept=[manifest.empty_kept for manifest in manifests],
         text_bytes=first.text_bytes,
         processed_bytes=first.text_bytes - bytes_before,
         domains=[domain.name for domain in first.domains],

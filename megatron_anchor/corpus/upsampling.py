@@ -80,7 +80,7 @@ def upsample(
     random = np.random.default_rng(seed)
     drawn = []
     for domain, share in enumerate(shares):
-        members = np.flatnonzero(domains == domain)
+        members = np.flatnonzero((domains == domain) & (lengths > 0))
         held = int(lengths[members].sum())
         if share == 0 or not held:
             continue
