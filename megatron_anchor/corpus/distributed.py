@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_anchor.corpus.errors import CorpusError, RowError
+from megatron_anchor.corpus.locks import locked
 from megatron_anchor.corpus.manifest import KeyManifest, domains_path, manifest_path
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
@@ -40,10 +41,17 @@ def preprocess_on_ray(config: PreprocessConfig, *, shards: int = 0) -> Summary:
     every node sees them. A failed run keeps its finished shards for `resume`.
     """
     try:
-        import ray
+        import ray  # noqa: F401
     except ImportError as error:
         raise CorpusError("--executor ray needs `pip install ray`") from error
-    _check_outputs(config)
+    with locked(Path(f"{config.output_prefix}.shards.lock"), output=config.output_prefix):
+        _check_outputs(config)
+        return _run_all(config, shards=shards)
+
+
+def _run_all(config: PreprocessConfig, *, shards: int) -> Summary:
+    import ray
+
     began = time.monotonic()
     started = not ray.is_initialized()
     if started:

@@ -8,7 +8,6 @@ which they are met, so merged shards equal the corpus of one run byte for byte.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.identity import text_settings
 from megatron_anchor.corpus.index_checks import require_sound
 from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path, idx_path, write_index
+from megatron_anchor.corpus.locks import working_folder
 from megatron_anchor.corpus.manifest import (
     DomainCount,
     KeyManifest,
@@ -33,6 +33,7 @@ from megatron_anchor.corpus.manifest import (
 from megatron_anchor.corpus.shards import is_one_run, shard_order
 
 _BLOCK = 1 << 20  # elements moved at once
+_NAMES = ("bin", "domains.npy", "manifest.json", "idx")
 
 
 @dataclass(frozen=True)
@@ -61,42 +62,43 @@ def merge_corpora(
     out = Path(output_prefix)
     if any(Path(prefix).resolve() == out.resolve() for prefix in prefixes):
         raise CorpusError(f"{out} is both an input and the output; choose another output prefix")
-    finals = [bin_path(out), domains_path(out), manifest_path(out), idx_path(out)]
-    existing = [path for path in finals if path.exists()]
-    if existing and not overwrite:
-        raise CorpusError(f"{existing[0]} exists; choose another output prefix or --overwrite")
     parts = [_open(prefix) for prefix in prefixes]
     _check_fit(parts)
     order = shard_order(
         [(part.prefix, part.manifest) for part in parts], allow_missing=allow_missing_shards
     )
     parts = [parts[place] for place in order]
+    with working_folder(Path(f"{out}.merging"), output=out) as folder:
+        finals = [bin_path(out), domains_path(out), manifest_path(out), idx_path(out)]
+        existing = [path for path in finals if path.exists()]
+        if existing and not overwrite:
+            raise CorpusError(f"{existing[0]} exists; choose another output prefix or --overwrite")
+        try:
+            manifest = _write(parts, folder, progress=progress)
+            for path in existing:
+                path.unlink()
+            for name, final in zip(_NAMES, finals, strict=True):
+                if (folder / name).exists():
+                    os.replace(folder / name, final)
+        except OSError as error:
+            raise CorpusError(f"{folder} cannot be written: {error.strerror}") from error
+    return manifest
+
+
+def _write(parts: Sequence[_Part], folder: Path, *, progress: bool) -> KeyManifest | None:
+    """All files of the merged corpus, in the folder."""
     names = _domain_names(parts)
-    folder = Path(f"{out}.merging")
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True)
-        _write_streams(parts, folder, names, progress=progress)
-        manifest = _merged_manifest(parts, names)
-        dtype = parts[0].corpus.dtype
-        write_index(
-            folder / "idx",
-            dtype=dtype,
-            lengths_file=folder / "lengths",
-            document_ends_file=folder / "ends",
-        )
-        if manifest is not None:
-            write_domains(folder / "domains.npy", folder / "domains")
-            manifest.write(folder / "manifest.json")
-        for path in existing:
-            path.unlink()
-        for name, final in zip(("bin", "domains.npy", "manifest.json", "idx"), finals, strict=True):
-            if (folder / name).exists():
-                os.replace(folder / name, final)
-    except OSError as error:
-        raise CorpusError(f"{folder} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    _write_streams(parts, folder, names, progress=progress)
+    manifest = _merged_manifest(parts, names)
+    write_index(
+        folder / "idx",
+        dtype=parts[0].corpus.dtype,
+        lengths_file=folder / "lengths",
+        document_ends_file=folder / "ends",
+    )
+    if manifest is not None:
+        write_domains(folder / "domains.npy", folder / "domains")
+        manifest.write(folder / "manifest.json")
     return manifest
 
 

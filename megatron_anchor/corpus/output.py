@@ -7,7 +7,7 @@ on, so its result is the same bytes as that of an uninterrupted run.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import shutil
@@ -23,10 +23,10 @@ from megatron_anchor.corpus.encoding import EncodedChunk, KeyOutput
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.identity import require_same
 from megatron_anchor.corpus.indexed import write_index
+from megatron_anchor.corpus.locks import Lock, empty
 from megatron_anchor.corpus.manifest import DomainCount, KeyManifest, write_domains
 
 _MOST_DOMAINS = 10_000
-_LOCK_SECONDS = 5.0
 _STREAMS = ("bin", "lengths", "ends", "domains")
 
 
@@ -113,6 +113,7 @@ class CorpusOutput:
         self._every = checkpoint_seconds
         self._last = time.monotonic()
         self._files: dict[str, BinaryIO] = {}
+        self.progress = Progress()
         self.already_finished = False
         self._open(resume=resume, overwrite=overwrite)
 
@@ -139,30 +140,38 @@ class CorpusOutput:
         return finals
 
     def _open(self, *, resume: bool, overwrite: bool) -> None:
+        self._lock: Lock | None = Lock(self.folder / "lock", output=self.folder)
+        try:
+            self._refuse_what_is_there(resume=resume, overwrite=overwrite)
+            if not self.already_finished:
+                self._begin(resume=resume, overwrite=overwrite)
+        except BaseException:
+            self.close()
+            raise
+        if self.already_finished:
+            self.close()
+
+    def _refuse_what_is_there(self, *, resume: bool, overwrite: bool) -> None:
+        """Refuse to go on from an unfinished run, or to replace a finished one, unasked."""
+        unfinished = any(path.name != "lock" for path in self.folder.iterdir())
         existing = [path for path in self._finals().values() if path.exists()]
-        state = self.folder / "state.json"
-        self.progress = Progress()
-        if self.folder.exists() and not (resume or overwrite):
+        if unfinished and not (resume or overwrite):
             raise CorpusError(
                 f"{self.folder} holds what an unfinished run left; add --resume to go on from "
                 "there, or --overwrite to begin anew"
             )
-        if existing and not overwrite and not (resume and state.exists()):
-            if resume and not self.folder.exists():
-                self.already_finished = True
-                return
+        if not existing or overwrite or (resume and (self.folder / "state.json").exists()):
+            return
+        self.already_finished = resume and not unfinished
+        if not self.already_finished:
             raise CorpusError(
                 f"{existing[0]} exists; choose another --output-prefix or --overwrite"
             )
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CorpusError(f"{self.folder} cannot be made: {error.strerror}") from error
-        self._lock()
+
+    def _begin(self, *, resume: bool, overwrite: bool) -> None:
         if overwrite and not resume:
-            for path in self.folder.iterdir():
-                if path.name != "lock":
-                    path.unlink()
+            empty(self.folder)
+        state = self.folder / "state.json"
         if state.exists():
             require_same(self._read_json("run.json"), self.identity)
             self.progress = Progress.restored(
@@ -182,21 +191,6 @@ class CorpusOutput:
         if not self.progress.complete:
             self._open_streams()
             self.checkpoint()
-
-    def _lock(self) -> None:
-        """Keep other runs out; one that was killed just now gets a moment to let go."""
-        self._lock_file = open(self.folder / "lock", "w")  # noqa: SIM115 - held until close
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise CorpusError(
-                        f"another run is writing {self.folder}; wait for it to end"
-                    ) from error
-                time.sleep(0.1)
 
     def _open_streams(self) -> None:
         names = [f"{i}.{ending}" for i in range(len(self.keys)) for ending in _STREAMS]
@@ -337,8 +331,7 @@ class CorpusOutput:
                 final.unlink(missing_ok=True)
             if part.exists():
                 os.replace(part, final)
-        self.close()
-        shutil.rmtree(self.folder)
+        self._remove_folder()
         return manifests
 
     def _build(self, number: int, entry: KeyManifest) -> None:
@@ -381,19 +374,37 @@ class CorpusOutput:
 
     def discard(self) -> None:
         """Leave nothing but the list of rejected rows: there is nothing to go on from."""
-        self.close()
         rejected = self.folder / "rejected"
         if rejected.exists() and rejected.stat().st_size:
             os.replace(rejected, self.rejected_path)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove_folder()
 
     def close(self) -> None:
-        """Close all files; the folder stays for --resume."""
+        """Close all files; the folder stays for --resume, if there is anything in it."""
+        self._close_files()
+        if self._lock is None:
+            return
+        with contextlib.suppress(OSError):
+            if [path.name for path in self.folder.iterdir()] == ["lock"]:
+                self._remove_folder()
+                return
+        self._release()
+
+    def _remove_folder(self) -> None:
+        """Remove it while no other run can take it."""
+        self._close_files()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._release()
+
+    def _close_files(self) -> None:
         for stream in self._files.values():
             stream.close()
         self._files.clear()
-        if hasattr(self, "_lock_file"):
-            self._lock_file.close()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def _lost(path: Path, why: str) -> CorpusError:
