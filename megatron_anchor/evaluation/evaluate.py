@@ -22,6 +22,7 @@ from megatron_anchor.evaluation.generation import Generator
 from megatron_anchor.evaluation.haystack import digest_of
 from megatron_anchor.evaluation.material import Material
 from megatron_anchor.evaluation.models import Placement, check_positions, load_model
+from megatron_anchor.evaluation.published import QA_SCORE
 from megatron_anchor.evaluation.question_files import Question
 from megatron_anchor.evaluation.records import Key, Records, key_of
 from megatron_anchor.evaluation.tasks import TASKS, Sample, check_length, make_sample
@@ -82,6 +83,7 @@ class Evaluation:
             "haystack": digest_of(self.essays),
             "questions": digest_of(repr(self.questions)) if self.questions else None,
             "texts": [text.digest for text in self.texts],
+            "qa_score": QA_SCORE if self.engine == "lm-eval" and "qa" in self.tasks else None,
         }
 
 
@@ -135,9 +137,12 @@ class _Ready:
         note = check_positions(self.folder, asked.seq_lengths, allow_longer=asked.allow_longer)
         if note:
             logger.warning(note)
-        if asked.engine == "lm-eval" or self.tokenizer.digest in checked:
+        if self.tokenizer.digest in checked:
             return
         checked.add(self.tokenizer.digest)
+        if asked.engine == "lm-eval":
+            self.tokenizer.require_same_in_transformers()
+            return
         samples = min(asked.num_samples, _CHECKED_SAMPLES)
         longer = [length for length in asked.seq_lengths if length >= LONG_LIST]
         for name in asked.tasks:

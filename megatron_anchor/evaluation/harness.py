@@ -1,4 +1,4 @@
-"""RULER by lm-evaluation-harness: its own tasks, prompts and scores.
+"""RULER by lm-evaluation-harness: its own tasks and prompts, and its scores but for `qa`.
 
 Its tasks make their prompts themselves. Those with essays or questions download these, which needs
 a network; `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `vt` and `fwe` do not.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_anchor.evaluation import scoring
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.models import Placement
 
@@ -148,13 +149,18 @@ def run_harness(model: Any, job: HarnessJob, task: str) -> Iterator[dict[str, An
     assert results is not None
     for found in results["samples"][task]:
         length = int(found["doc"]["max_length"])
+        answers, answer = list(found["doc"]["outputs"]), str(found["filtered_resps"][0])
+        theirs = float(found[str(length)])
+        # its part match divides by the number of references, where RULER takes the best of them
+        is_question = task.startswith("ruler_qa_")
         yield {
             "kind": "sample",
             "task": task,
             "length": length,
             "index": int(found["doc_id"]) % PROMPTS,
             "depth": None,
-            "answers": list(found["doc"]["outputs"]),
-            "prediction": str(found["filtered_resps"][0]),
-            "score": float(found[str(length)]),
+            "answers": answers,
+            "prediction": answer,
+            "score": scoring.any_found(answer, answers) if is_question else theirs,
+            "harness_score": theirs,
         }

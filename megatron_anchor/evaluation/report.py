@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_anchor.evaluation.summary import MEAN, Group, differences
+from megatron_anchor.evaluation.published import mean_name
+from megatron_anchor.evaluation.summary import Group, differences
 
 PERPLEXITY_WORDS = """\
 Perplexity is shown beside the scores because it misleads: most tokens are foretold well from the
@@ -42,7 +43,7 @@ def _scores(label: str, group: Group) -> str:
     several = len(group["checkpoints"]) > 1
     rows = [
         [name, *(cell_text(row.get(str(n)), several=several) for n in lengths)]
-        for name, row in {**group["scores"], MEAN: group["mean"]}.items()
+        for name, row in {**group["scores"], mean_name(len(group["scores"])): group["mean"]}.items()
     ]
     told = ", ".join(group["checkpoints"])
     first = next(iter(next(iter(group["scores"].values())).values()))
@@ -54,7 +55,8 @@ def _scores(label: str, group: Group) -> str:
     else:
         spread = "one checkpoint; behind +-, the standard error over its samples"
     head = f"### {label}\n\nScores in percent, {first['samples']} samples each; {spread}: {told}."
-    return f"{head}\n\n{table(['task', *map(short_length, lengths)], rows)}"
+    notes = " ".join([group["mean_note"], *group["score_notes"]])
+    return f"{head}\n\n{table(['task', *map(short_length, lengths)], rows)}\n\n{notes}"
 
 
 def cell_text(cell: Mapping[str, Any] | None, *, several: bool) -> str:
@@ -73,11 +75,11 @@ def _side_by_side(groups: Mapping[str, Group]) -> str:
     lengths = sorted({n for group in groups.values() for n in lengths_of(group)})
     names = list(dict.fromkeys(name for group in groups.values() for name in group["scores"]))
     shared = [n for n in names if all(n in group["scores"] for group in groups.values())]
-    rows = []
-    for name in [*names, MEAN] if len(shared) == len(names) else names:
+    mean, rows = mean_name(len(names)), []
+    for name in [*names, mean] if len(shared) == len(names) else names:
         for length in lengths:
             cells = [
-                (group["mean"] if name == MEAN else group["scores"].get(name, {})).get(str(length))
+                (group["mean"] if name == mean else group["scores"].get(name, {})).get(str(length))
                 for group in groups.values()
             ]
             means = [None if cell is None else cell["mean"] for cell in cells]
