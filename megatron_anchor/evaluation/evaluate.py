@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from megatron_anchor.evaluation.records import Key, Records, key_of
 from megatron_anchor.evaluation.tasks import TASKS, Sample, check_length, make_sample
 from megatron_anchor.evaluation.tokens import PromptTokenizer
 from megatron_anchor.evaluation.word_lists import LONG_LIST
+from megatron_anchor.terminal import escaped, logger_of
 
 SAMPLES = "samples"
 """Folder under the output with one file of results for each checkpoint."""
@@ -35,7 +35,7 @@ SAMPLES = "samples"
 _CHECKED_UP_TO = 32768  # longer prompts have room for any task
 _CHECKED_SAMPLES = 10  # of a task; their least lengths differ by a few tokens
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class _Ready:
             **asked.settings(),
             "model": digest_of_model(self.folder),
             "tokenizer": self.tokenizer.digest,
-            "first_token": self.tokenizer.first,
+            "first_token": None if asked.engine == "lm-eval" else self.tokenizer.first,
         }
 
     def check(self, checked: set[str]) -> None:
@@ -168,7 +168,7 @@ class _Ready:
             with tqdm(
                 total=len(keys) + len(self.windows),
                 initial=len(keys) - len(todo) + len(self.windows) - len(unread),
-                desc=self.checkpoint.name,
+                desc=escaped(self.checkpoint.name),
                 unit="sample",
                 disable=not self.asked.progress,
             ) as bar:

@@ -6,7 +6,6 @@ a network; `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `vt` and `fwe`
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from megatron_anchor.evaluation import scoring
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.models import Placement
+from megatron_anchor.terminal import logger_of
 
 INSTALL = 'pip install "lm-eval[ruler]"'
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -141,7 +141,7 @@ def run_harness(model: Any, job: HarnessJob, task: str) -> Iterator[dict[str, An
     try:
         results = simple_evaluate(model=model, **job.task_arguments(task))
     except Exception as error:  # of the harness, of datasets, of urllib ...
-        logging.getLogger(__name__).debug("lm-eval", exc_info=True)
+        logger_of(__name__).debug("lm-eval", exc_info=True)
         hint = " (it downloads its texts, which needs a network)" if task in DOWNLOADS else ""
         raise EvaluationError(
             f"lm-eval's task {task} failed{hint}: {type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_anchor.evaluation.published import mean_name
 from megatron_anchor.evaluation.summary import Group, differences
+from megatron_anchor.terminal import escaped
 
 PERPLEXITY_WORDS = """\
 Perplexity is shown beside the scores because it misleads: most tokens are foretold well from the
@@ -24,7 +25,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     parts += [_depths(label, group) for label, group in groups.items() if group["depths"]]
     if any(group["perplexity"] for group in groups.values()):
         parts.append(_perplexity(groups))
-    parts += [f"Note: {note}." for note in differences(results)]
+    parts += [f"Note: {escaped(note)}." for note in differences(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -45,7 +46,7 @@ def _scores(label: str, group: Group) -> str:
         [name, *(cell_text(row.get(str(n)), several=several) for n in lengths)]
         for name, row in {**group["scores"], mean_name(len(group["scores"])): group["mean"]}.items()
     ]
-    told = ", ".join(group["checkpoints"])
+    label, told = escaped(label), escaped(", ".join(group["checkpoints"]))
     first = next(iter(next(iter(group["scores"].values())).values()))
     if several:
         spread = (
@@ -92,7 +93,7 @@ def _side_by_side(groups: Mapping[str, Group]) -> str:
     if not rows:
         return ""
     head = ["task", "length", *labels, *(f"{label} - {labels[0]}" for label in labels[1:])]
-    return f"### {' against '.join(labels)}\n\n{table(head, rows)}"
+    return f"### {escaped(' against '.join(labels))}\n\n{table(head, rows)}"
 
 
 def _depths(label: str, group: Group) -> str:
@@ -101,9 +102,8 @@ def _depths(label: str, group: Group) -> str:
         [f"{depth} %", *(f"{row[str(n)]['mean']:.1f}" for n in lengths)]
         for depth, row in group["depths"].items()
     ]
-    return (
-        f"### {label}: depth of the needle\n\n{table(['depth', *map(short_length, lengths)], rows)}"
-    )
+    head = ["depth", *map(short_length, lengths)]
+    return f"### {escaped(label)}: depth of the needle\n\n{table(head, rows)}"
 
 
 def _perplexity(groups: Mapping[str, Group]) -> str:
@@ -125,6 +125,7 @@ def _perplexity(groups: Mapping[str, Group]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with columns of even width."""
+    head, rows = list(map(escaped, head)), [list(map(escaped, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     rule = [("-" * width if i == 0 else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
 

@@ -189,6 +189,8 @@ def _check(group: Group) -> None:
     cells += [row["loss"] for row in group["perplexity"] or ()]
     for cell in cells:
         float(cell["mean"]), float(cell["min"]), float(cell["max"]), cell["std"]
+    rows = (*group["scores"].values(), group["mean"], *group["depths"].values())
+    [int(length) for row in rows for length in row], [float(depth) for depth in group["depths"]]
     for settings in group["settings"]:
         settings["tasks"], settings["seq_lengths"], settings["seed"]
     len(group["checkpoints"])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from pathlib import Path
 
 from megatron_anchor.checkpoint.extension import BASES, extended
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.plan import Question
+from megatron_anchor.terminal import shell_quoted
 
 PLACES = {
     "MODEL": "models/hf",
@@ -117,7 +117,7 @@ def launch_command(question: Question, layout: Layout, *, tokens: float = 1e9) -
     known = {"DATA": question.lengths.prefix} if question.lengths.prefix else {}
     if Path(question.name).is_dir():
         known["MODEL"] = question.name
-    places = [f"{name}={shlex.quote(place)}" for name, place in (PLACES | known).items()]
+    places = [f"{name}={shell_quoted(place)}" for name, place in (PLACES | known).items()]
     settings = ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
     return "\n".join([*settings, *places, " \\\n    ".join(lines)])
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import version
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -114,6 +116,14 @@ class Tokenizer:
     def probe_texts(self) -> tuple[str, ...]:
         """Texts that this tokenizer can encode."""
         return ("0 1 2",) if self.kind == "null" else PROBE_TEXTS
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; `CorpusError` where it is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorpusError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def digest_of(*parts: bytes | str) -> str:

@@ -12,7 +12,13 @@ import numpy as np
 from megatron_anchor.corpus import hub
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine, plain_text
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
+from megatron_anchor.corpus.tokenizers.base import (
+    EngineRecipe,
+    Tokenizer,
+    affix_note,
+    digest_of,
+    read_json,
+)
 from megatron_anchor.corpus.tokenizers.plain_text import HIDING
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.huggingface:TokenizersEngine"
@@ -77,13 +83,14 @@ def load_file(path: Path, *, special: bool, affixes: bool, eod_token: str | None
     library's post-processor adds (a bos, for some tokenizers).
     """
     config = _read_json(path)
-    if "model" not in config:
+    if not isinstance(config.get("model"), dict):
         raise CorpusError(f"{path} is not a tokenizer.json: it has no 'model' entry")
     named = _named_tokens(path.parent)
-    contents = {token["content"] for token in config.get("added_tokens") or ()}
+    written = _as_the_library_writes_it(config, path=str(path))
+    contents = {token["content"] for token in written["added_tokens"]}
     eos = named.get("eos_token") or next((name for name in _EOS_NAMES if name in contents), None)
     return _describe(
-        config,
+        written,
         path=str(path),
         eos=eod_token or eos,
         named={"bos_token": named.get("bos_token"), **named},
@@ -161,7 +168,24 @@ def _describe(
     special: bool,
     affixes: bool,
 ) -> Tokenizer:
-    config = {**config, "truncation": None, "padding": None}  # documents are taken whole
+    config = _as_the_library_writes_it(config, path=path)
+    try:
+        return _described(config, path=path, eos=eos, named=named, special=special, affixes=affixes)
+    except Exception as error:
+        if type(error) is not Exception:  # the one that tokenizers raises
+            raise
+        raise CorpusError(f"{path} is no tokenizer that can be used: {error}") from error
+
+
+def _described(
+    config: Mapping[str, Any],
+    *,
+    path: str,
+    eos: str | None,
+    named: Mapping[str, str | None],
+    special: bool,
+    affixes: bool,
+) -> Tokenizer:
     own_unknown = plain_text.unknown_token(config)
     control: dict[str, int] = {}
     if not special:
@@ -202,6 +226,21 @@ def _describe(
         digest=digest_of(json.dumps(_deciding(written), sort_keys=True)),
         notes=(affix_note(prefix, suffix),) if prefix or suffix else (),
     )
+
+
+def _as_the_library_writes_it(config: Mapping[str, Any], *, path: str) -> dict[str, Any]:
+    """The config with every entry there, with the ids that count, and without truncation.
+
+    Raises:
+        CorpusError: it is no tokenizer.
+    """
+    from tokenizers import Tokenizer as Library
+
+    try:
+        written = Library.from_str(json.dumps(config)).to_str()
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CorpusError(f"{path} is no tokenizer that can be read: {error}") from error
+    return {**json.loads(written), "truncation": None, "padding": None}
 
 
 def _deciding(config: Mapping[str, Any]) -> Any:
@@ -293,10 +332,7 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CorpusError(f"{path} cannot be read as JSON: {error}") from error
+    value = read_json(path)
     if not isinstance(value, dict):
         raise CorpusError(f"{path} holds a JSON {type(value).__name__}, expected an object")
     return value

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, digest_of
+from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, digest_of, read_json
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.tiktoken_ranks:TiktokenEngine"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -203,7 +202,7 @@ def load(
             f"({', '.join(sorted(specials)[:8]) or 'none'}); name it with "
             "--tokenizer-special-tokens, or give its number with --eod-id"
         )
-    expression = PATTERNS.get(wanted, wanted)
+    expression = PATTERNS.get(str(wanted), wanted)
     arguments = {
         "ranks": found.ranks,
         "pattern": expression,
@@ -211,6 +210,13 @@ def load(
         "plain_text": not special,
     }
     recipe = EngineRecipe("tiktoken", _FACTORY, arguments, packages=("tiktoken",))
+    try:
+        engine = recipe.make()
+        engine.encode_batch(["a"])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CorpusError(
+            f"{path}: tiktoken does not take these ranks with the pattern {expression!r}: {error}"
+        ) from error
     fast, reason = None, "gigatoken would not match special strings"
     if not special:
         fast, reason = gigatoken_engine.recipe_from_ranks(
@@ -222,7 +228,7 @@ def load(
         path=str(path),
         vocab_size=max(top, found.vocab_size),
         native=recipe,
-        native_engine=recipe.make(),
+        native_engine=engine,
         fast=fast,
         fast_unavailable=reason,
         eod_id=specials[eos] if eos is not None else None,
@@ -274,26 +280,27 @@ def _read_json_ranks(
     path: Path, special_tokens: Sequence[str], num_special: int, vocab_size: int
 ) -> _Ranks:
     """Megatron's list of {rank, token_bytes, token_str}, or Mistral's tekken around the same."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    pattern = "v2"
-    if isinstance(content, dict):
-        config = content.get("config", {})
-        pattern = config.get("pattern")
-        num_special = config.get("default_num_special_tokens", num_special)
-        vocab_size = config.get("default_vocab_size", vocab_size)
-        listed = content.get("special_tokens")
-        special_tokens = (
-            [token["token_str"] for token in listed] if listed else ("<unk>", "<s>", "</s>")
-        )
-        content = content.get("vocab")
-    if not isinstance(content, list) or not content:
-        raise CorpusError(f"{path} is no list of ranks with token_bytes (Megatron's or tekken's)")
-    ranks = {}
-    for entry in content[: vocab_size - num_special]:
-        try:
-            ranks[base64.b64decode(entry["token_bytes"])] = int(entry["rank"]) + num_special
-        except (KeyError, TypeError, binascii.Error) as error:
-            raise CorpusError(f"{path}: entry {len(ranks)} has no rank and token_bytes") from error
+    content, pattern = read_json(path), "v2"
+    try:
+        if isinstance(content, dict):
+            config, listed = content.get("config", {}), content.get("special_tokens")
+            pattern = config.get("pattern")
+            num_special = int(config.get("default_num_special_tokens", num_special))
+            vocab_size = int(config.get("default_vocab_size", vocab_size))
+            special_tokens = [token["token_str"] for token in listed or ()]
+            special_tokens = special_tokens or ("<unk>", "<s>", "</s>")
+            content = content["vocab"]
+        ranks = {
+            base64.b64decode(entry["token_bytes"]): int(entry["rank"]) + num_special
+            for entry in content[: vocab_size - num_special]
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CorpusError(
+            f"{path} is no list of ranks with token_bytes, Megatron's or tekken's "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not ranks:
+        raise CorpusError(f"{path} holds no ranks")
     specials = {token: i for i, token in enumerate(special_tokens)}
     eos = "</s>" if "</s>" in specials else None
     return _Ranks(ranks, pattern, specials, eos, "<s>" if "<s>" in specials else None)
