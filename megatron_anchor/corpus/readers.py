@@ -304,17 +304,32 @@ def _read_hub(
     del span
     from megatron_anchor.corpus import tables
 
-    row, objects, size = place.row, [], 0
-    for item in tables.stream_hub(source.path, options, skip=place.row):
-        objects.append(item)
-        size += sum(len(value) for value in item.values() if isinstance(value, str))
-        if size >= options.chunk_bytes:
+    row, longest = place.row, options.max_row_bytes
+    objects: list[dict[str, Any]] = []
+    size = 0
+
+    def rest() -> Iterator[Chunk]:
+        if objects:
             end = row + len(objects)
             yield make("objects", objects, row=row, next_row=end, next_offset=end, bytes_read=size)
-            row, objects, size = end, [], 0
-    if objects:
-        end = row + len(objects)
-        yield make("objects", objects, row=row, next_row=end, next_offset=end, bytes_read=size)
+
+    for item in tables.stream_hub(source.path, options, skip=place.row):
+        length = sum(len(value) for value in item.values() if isinstance(value, str))
+        if objects and size + length > options.chunk_bytes:
+            yield from rest()
+            row, objects, size = row + len(objects), [], 0
+        if length > longest:
+            detail = f"{length} characters, over --max-row-mb {longest >> 20}"
+            flaw = ("row too long", detail, None)
+            end = row + 1
+            yield make(
+                "none", None, row=row, next_row=end, next_offset=end, bytes_read=0, rejected=flaw
+            )
+            row = end
+        else:
+            objects.append(item)
+            size += length
+    yield from rest()
 
 
 _READERS: dict[str, Callable[..., Iterator[Chunk]]] = {

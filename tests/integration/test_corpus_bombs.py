@@ -159,6 +159,22 @@ def test_rows_of_a_saved_dataset_are_cut_by_their_size(tmp_path):
     assert [chunk.first_row for chunk in chunks] == [0, *(chunk.next_row for chunk in chunks[:-1])]
 
 
+def test_rows_of_a_stream_from_the_hub_are_held_to_the_limit(tmp_path):
+    (tmp_path / "hub").mkdir()
+    texts = ["a", "b" * 3 * MB, "c", "d" * MB, "e"]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "hub" / "train.jsonl").write_text(lines)
+    [source] = resolve([f"hf://{tmp_path / 'hub'}"]).sources
+    options = ReadOptions(chunk_bytes=1 << 18, max_row_bytes=2 * MB)
+    chunks = list(read_span([source], Span(0), options, offset=0, row=0, domain="d"))
+    rows = [row["text"] for chunk in chunks if chunk.payload for row in chunk.payload]
+    assert rows == ["a", "c", "d" * MB, "e"]
+    assert [r.row for chunk in chunks for r in chunk.rejections] == [2]
+    assert [chunk.first_row for chunk in chunks] == [0, *(chunk.next_row for chunk in chunks[:-1])]
+    rest = list(read_span([source], Span(0), options, offset=2, row=2, domain="d"))
+    assert [row["text"] for chunk in rest for row in chunk.payload] == rows[1:]
+
+
 TYPES = [
     pa.string(),
     pa.large_string(),
