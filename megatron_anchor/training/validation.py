@@ -19,6 +19,7 @@ from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.attention.router import unsupported_reasons
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
+from megatron_anchor.terminal import say
 from megatron_anchor.training import (
     data_arguments,
     host_flags,
@@ -75,7 +76,7 @@ def require_supported(args: Namespace) -> None:
 def _say_what_has_no_effect(args: Namespace) -> None:
     found = host_flags.without_effect(args)
     if found and args.rank == 0:
-        print("> these arguments have no effect here:", *found, sep="\n>   ", flush=True)
+        say("> these arguments have no effect here:", *(f">   {reason}" for reason in found))
 
 
 def attention_request(args: Namespace) -> AttentionRequest:
