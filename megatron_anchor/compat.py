@@ -6,11 +6,14 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
+import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from packaging.version import Version
 
@@ -35,6 +38,37 @@ def require_supported_megatron() -> None:
         )
 
 
+def host_version() -> str:
+    """Version of the installed megatron-core."""
+    return version("megatron-core")
+
+
+class HostFlag(NamedTuple):
+    """One argument of Megatron's parser."""
+
+    names: tuple[str, ...]
+    """As typed, for instance ``("--no-rope-fusion",)``."""
+    default: Any
+    group: str
+    """Megatron's heading for it in --help."""
+
+
+@functools.cache
+def host_flags() -> dict[str, HostFlag]:
+    """Read all arguments of the installed Megatron's parser, by their name in the namespace."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
+    flags: dict[str, HostFlag] = {}
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            known = flags.get(action.dest)
+            names = (*(known.names if known else ()), *action.option_strings)
+            default = known.default if known else action.default
+            flags[action.dest] = HostFlag(names, default, group.title or "")
+    return flags
+
+
 def have_cuda() -> bool:
     """Say whether there is a CUDA device, or something in its place (megatron_anchor.on_cpu)."""
     import torch
@@ -45,6 +79,11 @@ def have_cuda() -> bool:
 def have_transformer_engine() -> bool:
     """Say whether Transformer Engine is installed, without importing it (8 s)."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def is_installed(module: str) -> bool:
+    """Say whether a module can be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None
 
 
 def have_fused_weight_gradient() -> bool:
@@ -100,35 +139,103 @@ def parse_and_validate_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
     *,
     check: Callable[[Namespace], None],
-    prepare: Callable[[Namespace], None] = lambda args: None,
+    restore: Callable[[Namespace, ArgumentParser], None] | None = None,
+    compare: Callable[[Namespace, ArgumentParser], None] | None = None,
 ) -> Namespace:
-    """Parse as Megatron does, with our own check before its validation and after it.
+    """Parse as Megatron does, with our own checks before its validation and after it.
 
-    Megatron's assertions name neither the value nor the remedy, so ours come first; and again
-    afterwards, since validation fills in defaults and --use-checkpoint-args replaces values.
+    Megatron's assertions name neither the value nor the remedy, so ours come first, after
+    --use-checkpoint-args replaced values; and again afterwards, since validation fills in defaults.
 
     Args:
         extra_args_provider: adds flags to the parser.
         check: raises ValueError for arguments that cannot run.
-        prepare: replaces values that stand for something that Megatron does not know.
+        restore: follows --use-checkpoint-args; None: Megatron does, by its own list.
+        compare: raises ValueError for a checkpoint that does not belong to the validated arguments;
+            None: nothing is compared.
 
     Returns:
         Megatron's validated namespace, which is then also its global one.
+
+    Raises:
+        ValueError: the check's, or what Megatron has against the arguments.
     """
     from megatron.training import arguments as host
 
-    args = host.parse_args(extra_args_provider)
-    if not args.use_checkpoint_args:
+    parse_args, validate_args = host.parse_args, host.validate_args
+    parsers: list[ArgumentParser] = []
+    restored: list[bool] = []
+
+    def keep(parser: ArgumentParser) -> ArgumentParser:
+        parsers.append(extra_args_provider(parser))
+        return parsers[-1]
+
+    def parse_and_restore(_: Any, *rest: Any) -> Namespace:
+        args = parse_args(keep, *rest)
+        restored.append(args.use_checkpoint_args)
+        if restore is not None:
+            restore(args, parsers[-1])
+            args.use_checkpoint_args = False  # done
+        return args
+
+    def check_and_validate(args: Namespace, *defaults: Any) -> Namespace:
         check(args)
-    prepare(args)
-    parse_args = host.parse_args
-    host.parse_args = lambda *_, **__: args  # parsing takes Megatron about a second
+        return validate_args(args, *defaults)
+
+    host.parse_args, host.validate_args = parse_and_restore, check_and_validate
     try:
-        args = host.parse_and_validate_args(extra_args_provider)
+        with refusals_of_the_host():
+            args = host.parse_and_validate_args(extra_args_provider)
     finally:
-        host.parse_args = parse_args
+        host.parse_args, host.validate_args = parse_args, validate_args
+    args.use_checkpoint_args = restored[-1]
     check(args)
+    if compare is not None:
+        compare(args, parsers[-1])
     return args
+
+
+@contextmanager
+def refusals_of_the_host() -> Iterator[None]:
+    """Let what Megatron has against arguments be a ValueError that says so.
+
+    Its assertions often have no words: the condition and its place stand for them.
+    """
+    try:
+        yield
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+        *_, place = traceback.walk_tb(error.__traceback__)
+        if place[0].f_globals.get("__name__", "").startswith("megatron_anchor."):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}"
+        words = str(error).strip() or f"{frame.line} ({where})"
+        raise ValueError(f"Megatron refuses these arguments: {words}") from error
+
+
+def is_validated(args: Namespace) -> bool:
+    """Say whether Megatron's validation has filled this namespace in, and changed its values."""
+    return hasattr(args, "params_dtype")
+
+
+def was_typed(flag: str) -> bool:
+    """Say whether a flag stands on this process' command line, which is what Megatron parses.
+
+    A namespace does not tell a flag with the value of its default from none.
+    """
+    return any(word == flag or word.startswith(f"{flag}=") for word in sys.argv[1:])
+
+
+def restore_host_arguments(args: Namespace, *, flag: str) -> None:
+    """Let Megatron restore its own list of arguments from a checkpoint (--use-checkpoint-args).
+
+    Args:
+        args: parsed, not validated; changed in place.
+        flag: the argument that names the checkpoint, ``load`` or ``pretrained_checkpoint``.
+    """
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    load_args_from_checkpoint(args, load_arg=flag)
 
 
 def save_also(is_due: Callable[[Namespace, int], bool]) -> None:
@@ -169,6 +276,30 @@ def save_also(is_due: Callable[[Namespace, int], bool]) -> None:
             args.save = folder
 
     host.checkpoint_and_decide_exit = save_and_decide
+
+
+def skip_batches_of_any_kind() -> None:
+    """Let the iterations of --iterations-to-skip read our batches.
+
+    Megatron's ``dummy_train_step`` broadcasts and cuts the fields of its own batches, and breaks
+    where tensor or context parallelism needs that. Nothing of a skipped batch is used: here the
+    ranks that have the data read it, and the others nothing.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training import training as host
+
+    def dummy_train_step(data_iterator: Any) -> None:
+        machine = get_rerun_state_machine()
+        # Interleaved pipelines have an iterator for each chunk of the model.
+        chunks = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        while machine.should_run_forward_backward(data_iterator):
+            for _ in range(get_num_microbatches()):
+                for iterator in chunks:
+                    if iterator is not None:
+                        next(iterator)
+
+    host.dummy_train_step = dummy_train_step
 
 
 def mend_help_texts(parser: ArgumentParser) -> None:

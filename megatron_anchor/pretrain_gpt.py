@@ -20,6 +20,7 @@ SECONDS_FOR_THE_REASON = 60
 from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 
 from megatron_anchor import compat  # noqa: E402
+from megatron_anchor.terminal import say_block  # noqa: E402
 
 
 @record
@@ -43,27 +44,34 @@ def main() -> None:
 
     from megatron_anchor.training import (
         bad_batch,
-        context_parallel,
         last_checkpoints,
+        loaded_model,
         saved_checkpoints,
     )
     from megatron_anchor.training.arguments import add_anchor_arguments
+    from megatron_anchor.training.data_arguments import require_corpora
     from megatron_anchor.training.forward_step import forward_step
     from megatron_anchor.training.providers import datasets_provider, model_config
     from megatron_anchor.training.validation import require_supported
 
     compat.write_trackers_whole()
+    compat.skip_batches_of_any_kind()
     saved_checkpoints.explain_failed_saves()
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     try:
         args = compat.parse_and_validate_args(
-            add_anchor_arguments, check=require_supported, prepare=context_parallel.resolve
+            add_anchor_arguments,
+            check=require_supported,
+            restore=loaded_model.restore_model,
+            compare=loaded_model.require_same_model,
         )
+        require_corpora(args)
         bad_batch.install(args)
+        with compat.refusals_of_the_host():
+            container = pretrain_cfg_container_from_args(args, model_config(args))
     except ValueError as error:
         _end_with(f"error: {error}")
     last_checkpoints.install(args)
-    container = pretrain_cfg_container_from_args(args, model_config(args))
     datasets = _ending_for_users(datasets_provider)
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
 
@@ -92,7 +100,7 @@ def _end_with(message: str) -> NoReturn:
     """
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         time.sleep(SECONDS_FOR_THE_REASON)
-    print(message, file=sys.stderr, flush=True)
+    say_block(message, file=sys.stderr)
     raise SystemExit(2)
 
 

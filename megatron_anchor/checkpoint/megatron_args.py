@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.hugging_face_config import scaling_of
 from megatron_anchor.checkpoint.model import PADDED_VOCABULARY_MULTIPLE, Model
+from megatron_anchor.shell_words import is_value, passes_unquoted
 
 FLAGS = {
     "num_layers": "--num-layers",
@@ -49,6 +51,17 @@ FLAGS = {
     "fp16": "--fp16",
 }
 """Megatron's name of a value to its flag, in the order of megatron_args.txt."""
+
+TEXTS = frozenset(
+    {
+        *("normalization", "position_embedding_type", "rope_parameters", "tokenizer_type"),
+        *("tokenizer_model", "anchor_token", "transformer_impl"),
+    }
+)
+"""Of these the values that are no numbers."""
+
+_PLAIN_JSON = re.compile(r'"(?:[^"\\]|\\.)*"')
+"""One string of a JSON text."""
 
 
 def argument_values(
@@ -108,15 +121,35 @@ def argument_values(
 
 
 def flag_lines(values: Mapping[str, Any]) -> list[str]:
-    """Write values as command-line flags, one a line."""
+    """Write values as command-line flags, one a line, that pass an unquoted ``$(cat file)``.
+
+    Raises:
+        CheckpointError: for a value that the shell or the parser would take for more than one.
+    """
     lines = []
     for name, flag in FLAGS.items():
         value = values[name]
-        if value is True:
-            lines.append(flag)
-        elif value is not None and value is not False:
-            lines.append(f"{flag} {value}")
+        if value is None or value is False:
+            continue
+        lines.append(flag if value is True else f"{flag} {_word(name, value)}")
     return lines
+
+
+def _word(name: str, value: Any) -> str:
+    text = _PLAIN_JSON.sub(_escape, value) if name == "rope_parameters" else str(value)
+    number = isinstance(value, int | float)
+    if number != (name not in TEXTS) or not passes_unquoted(text) or not is_value(text):
+        expected = "one plain word" if name in TEXTS else "a number"
+        raise CheckpointError(
+            f"{FLAGS[name]} {text!r}: expected {expected}; the shell, or Megatron's parser, would "
+            "read more than one value from it"
+        )
+    return text
+
+
+def _escape(text: re.Match[str]) -> str:
+    """Write a JSON string without characters that mean something to a shell."""
+    return re.sub(r"[^\w\"\\./:+-]", lambda m: f"\\u{ord(m[0]):04x}", text[0], flags=re.ASCII)
 
 
 def namespace(values: Mapping[str, Any], *, dtype: torch.dtype) -> Namespace:

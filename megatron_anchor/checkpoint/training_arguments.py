@@ -84,7 +84,7 @@ NOT_OF_THE_MODEL: dict[str, frozenset[str]] = {
             attention_pattern anchor_token anchor_position anchor_first_token_loss packing
             document_alignment document_list domain_tags domain_tag_format interleave_chunks
             interleave_max_chunks interleave_min_chunk_length interleave_max_chunk_length
-            balance_attention_work save_last save_last_every dump_bad_batch
+            balance_attention_work save_last save_last_every dump_bad_batch allow_model_change
         """,
         "process groups, memory, and the sharing of gradients": """
             distributed_backend distributed_timeout_minutes align_grad_reduce local_rank

@@ -9,9 +9,10 @@ from megatron.core.utils import log_single_rank
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.packing.patterns import ANCHORED, PACKINGS, check_attention_pattern
+from megatron_anchor.terminal import logger_of
 from megatron_anchor.windows import FULL, LayerWindows
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _WITHOUT_EFFECT = {
     "reset_position_ids": "--attention-pattern decides the position ids",

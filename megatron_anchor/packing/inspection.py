@@ -14,6 +14,7 @@ from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.packing.index import Pieces
 from megatron_anchor.packing.layout import segment_borders
 from megatron_anchor.packing.statistics import attention_work_share, segment_lengths
+from megatron_anchor.terminal import escaped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ def table(report: PackingReport) -> str:
         "attention work": f"{report.attention_work_share:.2%} of full attention",
     }
     head = (
-        f"{report.corpus}: {report.packing}, {report.attention_pattern}, "
+        f"{escaped(report.corpus)}: {report.packing}, {report.attention_pattern}, "
         f"alignment {report.document_alignment}"
     )
     return "\n".join([head, *(f"  {name:<22}{value}" for name, value in rows.items())])

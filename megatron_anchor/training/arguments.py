@@ -4,16 +4,34 @@ Annotations stay evaluated in this module: Megatron's factory reads them as type
 """
 
 import json
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+import math
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from megatron_anchor import compat
 from megatron_anchor.attention.layer_window import layer_windows
 from megatron_anchor.context_parallel.split import ZIGZAG
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.training.context_parallel import context_parallel
+from megatron_anchor.training.context_parallel import resolve as resolve_context_parallel
 from megatron_anchor.windows import LayerWindows
+
+HAVE_A_FLAG = {
+    "rope_theta": ("rotary_base", 10000.0),
+    "partial_rotary_factor": ("rotary_percent", 1.0),
+}
+"""Keys of Hugging Face's ``rope_parameters`` to Megatron's argument for them, and its default."""
+
+ROPE_KEYS = frozenset(
+    (
+        *("rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+        *HAVE_A_FLAG,
+    )
+)
+"""All keys that transformers' functions for scaled RoPE read."""
 
 ANCHOR_TOKEN_FLAGS = ["--anchor-token", "--anchor-token-id"]
 
@@ -78,6 +96,11 @@ class AnchorArguments:
     """Order the samples inside each global batch so that data-parallel ranks and micro-batches have
     nearly equal attention work. The batch's samples stay the same."""
 
+    allow_model_change: list[str] | None = None
+    """Flags in which this run's model may differ from that of the checkpoint it loads, without
+    dashes, such as norm-epsilon. Lengths, rotary positions, patterns, dropout, precision and losses
+    may differ anyway."""
+
     save_last: int | None = None
     """Keep so many checkpoints of the end of training, --save-last-every iterations apart, besides
     those of --save-interval: to average an evaluation over them."""
@@ -112,8 +135,9 @@ class AnchorArguments:
 
     rope_parameters: str | None = None
     """Scaled rotary embedding in Hugging Face's form, as JSON, for instance
-    '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}'. The base stays
-    --rotary-base."""
+    '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}'. The base is
+    --rotary-base, or rope_theta in here; the rotated share is --rotary-percent, or
+    partial_rotary_factor."""
 
     rope_angle_dtype: Literal["float32", "float64"] = "float32"
     """Precision of the rotation's angles: float32 as in Hugging Face, or float64 for studies."""
@@ -135,6 +159,7 @@ def add_anchor_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to Megatron's parser, and adapt the defaults that would not fit."""
     compat.add_argument_group(parser, AnchorArguments, title="megatron_anchor")
     compat.mend_help_texts(parser)
+    _end_without_usage(parser)
     parser.epilog = EXAMPLE
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.set_defaults(**adapted_defaults())
@@ -148,12 +173,33 @@ def adapted_defaults() -> dict[str, Any]:
         "cp_comm_type": ["auto"],
         # The rotation happens in our core attention; Megatron's fused one is never called.
         "apply_rope_fusion": False,
+        # What Megatron's own pretrain_gpt.py takes where the command line names none.
+        "tokenizer_type": "GPT2BPETokenizer",
     }
     if not compat.have_transformer_engine():
         defaults["transformer_impl"] = "local"
     if not compat.have_fused_weight_gradient():
         defaults["gradient_accumulation_fusion"] = False
     return defaults
+
+
+def _end_without_usage(parser: ArgumentParser) -> None:
+    """Let a mistake on the command line end with its reason and not with all flags of Megatron.
+
+    The parser then raises ValueError. Megatron opens the file of --yaml-cfg while it parses, so
+    this flag has to be refused in the same place.
+    """
+
+    def error(message: str) -> NoReturn:
+        raise ValueError(f"{message}\n(--help lists all flags)")
+
+    def refuse(_: str) -> NoReturn:
+        raise ArgumentTypeError("pass the arguments on the command line")
+
+    parser.error = error  # type: ignore[method-assign]
+    for action in parser._actions:
+        if action.dest == "yaml_cfg":
+            action.type = refuse
 
 
 def anchor_arguments(args: Namespace) -> AnchorArguments:
@@ -193,7 +239,8 @@ def rope_scaling(args: Namespace) -> dict[str, Any]:
             own --use-rope-scaling and --rotary-seq-len-interpolation-factor.
 
     Returns:
-        Empty for plain RoPE.
+        Empty for plain RoPE; never with the keys that have a flag, for which see `rotary_base` and
+        `rotary_percent`.
 
     Raises:
         ValueError: for two kinds at once, or JSON that is not an object.
@@ -216,7 +263,59 @@ def rope_scaling(args: Namespace) -> dict[str, Any]:
         kinds["--rotary-seq-len-interpolation-factor"] = {"rope_type": "linear", "factor": factor}
     if len(kinds) > 1:
         raise ValueError(f"{' and '.join(kinds)} ask for two RoPE scalings; keep one of them")
-    return next(iter(kinds.values()), {})
+    scaling = next(iter(kinds.values()), {})
+    return {name: value for name, value in scaling.items() if name not in HAVE_A_FLAG}
+
+
+def rotary_base(args: Namespace) -> float:
+    """The base of the rotation: --rotary-base, or ``rope_theta`` of --rope-parameters.
+
+    Raises:
+        ValueError: both are given and differ, or rope_theta is no number above 0.
+    """
+    return _of_flag_or_rope_parameters(args, "rope_theta")
+
+
+def rotary_percent(args: Namespace) -> float:
+    """The rotated share of a head: --rotary-percent, or ``partial_rotary_factor``.
+
+    Raises:
+        ValueError: both are given and differ, or partial_rotary_factor is no number above 0.
+    """
+    return _of_flag_or_rope_parameters(args, "partial_rotary_factor")
+
+
+def settle(args: Namespace) -> None:
+    """Leave one place for what two flags may say, before Megatron reads and records them.
+
+    Raises:
+        ValueError: the two contradict each other.
+    """
+    if args.rope_parameters:
+        base, scaling = rotary_base(args), rope_scaling(args)
+        args.rotary_base = int(base) if base.is_integer() else base
+        args.rotary_percent = rotary_percent(args)
+        plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
+        args.rope_parameters = None if plain else json.dumps(scaling)
+    if args.seq_length is None and args.encoder_seq_length is not None:
+        args.seq_length, args.encoder_seq_length = args.encoder_seq_length, None
+    resolve_context_parallel(args)
+
+
+def _of_flag_or_rope_parameters(args: Namespace, key: str) -> float:
+    name, default = HAVE_A_FLAG[key]
+    flag, given = f"--{name.replace('_', '-')}", float(getattr(args, name))
+    inside = _parse_rope_parameters(args.rope_parameters).get(key) if args.rope_parameters else None
+    if inside is None:
+        return given
+    if type(inside) not in (int, float) or not 0 < inside < math.inf:
+        raise ValueError(f"--rope-parameters: {key} is {inside!r}, expected a number above 0")
+    if given != inside and (given != default or compat.was_typed(flag)):
+        raise ValueError(
+            f"--rope-parameters holds {key} {inside:g}, and {flag} is {given:g}; leave one of "
+            "them out"
+        )
+    return float(inside)
 
 
 def _parse_rope_parameters(text: str) -> dict[str, Any]:
@@ -228,5 +327,10 @@ def _parse_rope_parameters(text: str) -> dict[str, Any]:
         raise ValueError(
             f"--rope-parameters must be a JSON object such as "
             f'{{"rope_type": "linear", "factor": 2.0}}, got {text!r}'
+        )
+    if unknown := sorted(parameters.keys() - ROPE_KEYS):
+        raise ValueError(
+            f"--rope-parameters: nothing reads {', '.join(unknown)}; expected keys are "
+            f"{', '.join(sorted(ROPE_KEYS))}"
         )
     return parameters

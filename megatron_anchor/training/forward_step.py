@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import StragglerDetector
+from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
@@ -63,8 +63,9 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
             pad_documents_to=args.pad_documents_to,
         )
     bad_batch.remember(batch.origin_B2, training=model.training)
-    if model.training:
-        update_seqlen_stats_from_cu_seqlens(batch.packed.cu_seqlens_q)  # Megatron's TFLOP/s figure
+    # Megatron's TFLOP/s figure; each chunk of an interleaved pipeline sees the same batch.
+    if model.training and not get_attr_wrapped_model(model, "vp_stage"):
+        update_seqlen_stats_from_cu_seqlens(batch.packed.cu_seqlens_q)
     timers("batch-generator").stop()
     with stimer:
         output = model(

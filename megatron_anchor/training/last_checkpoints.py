@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.training import print_rank_0
 
 from megatron_anchor import compat
+from megatron_anchor.terminal import escaped
 
 DEFAULT_EVERY = 10
 
@@ -93,11 +94,12 @@ class _IsDue:
 
 
 def _announce(steps: tuple[int, ...], folder: str, *, begun_at: int) -> None:
-    print_rank_0(f"> --save-last keeps the checkpoints {' '.join(map(str, steps))} in {folder}")
+    shown = escaped(folder)
+    print_rank_0(f"> --save-last keeps the checkpoints {' '.join(map(str, steps))} in {shown}")
     gone = [s for s in steps if s < begun_at and not Path(folder, f"iter_{s:07d}").is_dir()]
     if gone:
         print_rank_0(
-            f"> warning: the run goes on at iteration {begun_at}, and {folder} has no checkpoint "
+            f"> warning: the run goes on at iteration {begun_at}, and {shown} has no checkpoint "
             f"{' '.join(map(str, gone))}: there will be {len(steps) - len(gone)} of {len(steps)}"
         )
 
@@ -106,6 +108,6 @@ def _train_iters(args: Namespace) -> int | None:
     """T as far as the arguments tell; a growing batch size leaves it to Megatron."""
     if args.train_iters:
         return args.train_iters
-    if args.train_samples and args.rampup_batch_size is None and args.global_batch_size:
+    if args.train_samples and args.step_batch_size_schedule is None and args.global_batch_size:
         return args.train_samples // args.global_batch_size
     return None

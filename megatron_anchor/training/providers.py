@@ -25,8 +25,11 @@ from megatron_anchor.training.arguments import (
     interleaving,
     model_windows,
     rope_scaling,
+    rotary_base,
+    rotary_percent,
 )
 from megatron_anchor.training.context_parallel import context_parallel
+from megatron_anchor.training.data_arguments import evaluates
 from megatron_anchor.training.validation import attention_request, gather_memory, head_dim
 
 
@@ -71,8 +74,8 @@ def rotary_settings(args: Namespace) -> RotarySettings:
     """Read the rotation's settings from Megatron's arguments."""
     return RotarySettings(
         head_dim=head_dim(args),
-        base=float(args.rotary_base),
-        fraction=args.rotary_percent,
+        base=rotary_base(args),
+        fraction=rotary_percent(args),
         interleaved=args.rotary_interleaved,
         scaling=rope_scaling(args),
         max_position_embeddings=args.max_position_embeddings,
@@ -222,6 +225,11 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         raise ValueError(
             f"no document is left for training: --split {args.split} gives the training split "
             "nothing; give its first number a share"
+        )
+    if valid is None and evaluates(args) and mpu.get_tensor_model_parallel_rank() == 0:
+        raise ValueError(
+            "no document is left for validation, and --eval-iters (or --full-validation) evaluates "
+            "on it: pass --eval-iters 0, or give it documents (--split, --valid-data-path)"
         )
     balance = balancing(args)
     if balance is not None and train is not None:

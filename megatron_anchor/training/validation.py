@@ -19,57 +19,26 @@ from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.attention.router import unsupported_reasons
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
-from megatron_anchor.training import last_checkpoints, saved_checkpoints
+from megatron_anchor.terminal import say
+from megatron_anchor.training import (
+    data_arguments,
+    host_flags,
+    last_checkpoints,
+    run_rules,
+    saved_checkpoints,
+)
 from megatron_anchor.training.arguments import (
     document_alignment,
     interleaving,
     model_windows,
     rope_scaling,
+    rotary_base,
+    rotary_percent,
+    settle,
 )
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.context_parallel import refusals as context_refusals
 from megatron_anchor.windows import FULL
-
-UNSUPPORTED_FLAGS = {
-    "multi_latent_attention": "--multi-latent-attention: MLA rotates only a part of each key and "
-    "shares it between heads, which this attention module does not do; train such a model with "
-    "Megatron's own pretrain_gpt.py",
-    "mtp_num_layers": "--mtp-num-layers: multi-token prediction builds its own stock attention, "
-    "which would ignore document boundaries without a word",
-    "sft": "--sft: its dataset packs by itself; use a plain .bin/.idx corpus",
-    "fim_data": "--fim-data: fill-in-the-middle rewrites samples after packing",
-    "mock_data": "--mock-data: packing needs real documents; `make demo` builds a small corpus",
-    "hybrid_context_parallel": "--hybrid-context-parallel: use --context-parallel-size with "
-    "--cp-comm-type a2a",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking: "
-    "--attention-pattern intra-document-reset is that mask, with right positions under context "
-    "parallelism",
-    "reset_position_ids": "--reset-position-ids: use --attention-pattern intra-document-reset",
-    "reset_attention_mask": "--reset-attention-mask: use --attention-pattern intra-document",
-    "spec": "--spec: the layer spec is ours; in your own program take "
-    "megatron_anchor.attention.layer_spec.anchor_block_spec",
-    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path: layers of different "
-    "shapes have their own layer spec",
-    "experimental_attention_variant": "--experimental-attention-variant: it would replace this "
-    "package's attention",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm: its schedule does not "
-    "pass packed documents on to the layers",
-    "log_max_attention_logit": "--log-max-attention-logit: the kernels do not report logits",
-    "qk_clip": "--qk-clip: the kernels do not report logits",
-    "yaml_cfg": "--yaml-cfg: pass the arguments on the command line",
-    "use_megatron_fsdp": "--use-megatron-fsdp: never run with packed documents; use "
-    "--use-distributed-optimizer",
-    "use_torch_fsdp2": "--use-torch-fsdp2: never run with packed documents; use "
-    "--use-distributed-optimizer",
-    "dataloader_fast_cache_load": "--dataloader-fast-cache-load: it opens the caches of Megatron's "
-    "own dataset unseen; packed datasets check theirs",
-    "dataloader_defer_npy_index_mmap": "--dataloader-defer-npy-index-mmap: packed datasets open "
-    "their index at first use anyway",
-    "per_dataset_sequences_path": "--per-dataset-sequences-path: it saves Megatron's own dataset "
-    "from reading the .idx files; packed datasets read and check them",
-    "perform_rl_step": "--perform-rl-step: reinforcement learning has its own data path",
-}
-"""Flag (as in Megatron's namespace) to the reason why it is refused when it is set."""
 
 
 def refusals(args: Namespace) -> list[str]:
@@ -85,7 +54,13 @@ def refusals(args: Namespace) -> list[str]:
 
 
 def require_supported(args: Namespace) -> None:
-    """Refuse unsupported arguments.
+    """Refuse unsupported arguments; say on rank 0 which of Megatron's change nothing here.
+
+    What was said in two ways has one afterwards: the RoPE base stands in ``args.rotary_base``
+    alone, and the length in ``args.seq_length``, as checkpoints will record them.
+
+    Args:
+        args: Megatron's namespace with our flags, before or after Megatron's own validation.
 
     Raises:
         ValueError: with all reasons at once.
@@ -95,6 +70,15 @@ def require_supported(args: Namespace) -> None:
         raise ValueError(
             "megatron_anchor cannot run with these arguments:\n  - " + "\n  - ".join(reasons)
         )
+    if not compat.is_validated(args):
+        settle(args)
+        _say_what_has_no_effect(args)
+
+
+def _say_what_has_no_effect(args: Namespace) -> None:
+    found = host_flags.without_effect(args)
+    if found and args.rank == 0:
+        say("> these arguments have no effect here:", *(f">   {reason}" for reason in found))
 
 
 def attention_request(args: Namespace) -> AttentionRequest:
@@ -134,10 +118,9 @@ def head_dim(args: Namespace) -> int:
     return args.kv_channels or args.hidden_size // args.num_attention_heads
 
 
-def _unsupported_flags(args: Namespace) -> Iterator[str]:
-    for name, reason in UNSUPPORTED_FLAGS.items():
-        if getattr(args, name, None) not in (None, False):
-            yield reason
+def _host_flags(args: Namespace) -> Iterator[str]:
+    if not compat.is_validated(args):
+        yield from host_flags.refusals(args)
 
 
 def _pattern(args: Namespace) -> Iterator[str]:
@@ -148,7 +131,8 @@ def _pattern(args: Namespace) -> Iterator[str]:
 
 
 def _positions(args: Namespace) -> Iterator[str]:
-    kind = args.position_embedding_type
+    # The old switch wins over the type, as in Megatron's validation.
+    kind = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
     if kind == "yarn":
         yield (
             "--position-embedding-type yarn: pass --position-embedding-type rope and "
@@ -160,24 +144,36 @@ def _positions(args: Namespace) -> Iterator[str]:
             "--position-embedding-type rope (learned_absolute is Megatron's default)"
         )
     try:
-        scaling = rope_scaling(args)
+        scaling, base, fraction = rope_scaling(args), rotary_base(args), rotary_percent(args)
         if next(_shape(args), None) is None:
             settings = RotarySettings(
                 head_dim=head_dim(args),
-                fraction=args.rotary_percent,
+                base=base,
+                fraction=fraction,
                 scaling=scaling,
                 max_position_embeddings=args.max_position_embeddings or 0,
             )
             if scaling:
-                inverse_frequencies(settings, seq_length=args.seq_length)
+                inverse_frequencies(settings, seq_length=_length(args))
     except ValueError as error:
         yield str(error)
 
 
 def _shape(args: Namespace) -> Iterator[str]:
-    for name in ("hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
-        if getattr(args, name) is None:
+    for name, other in (
+        ("num_layers", "encoder_num_layers"),
+        ("hidden_size", None),
+        ("num_attention_heads", None),
+        ("seq_length", "encoder_seq_length"),
+        ("micro_batch_size", None),
+    ):
+        if getattr(args, name) is None and getattr(args, other or name) is None:
             yield f"--{name.replace('_', '-')} is missing"
+
+
+def _length(args: Namespace) -> int:
+    """Slots of a sample; Megatron knows them by two names."""
+    return args.seq_length or args.encoder_seq_length
 
 
 def _divisibility(args: Namespace) -> Iterator[str]:
@@ -187,12 +183,12 @@ def _divisibility(args: Namespace) -> Iterator[str]:
     heads, groups = args.num_attention_heads, _query_groups(args)
     pieces = cp * (tp if args.sequence_parallel else 1)
     unit = 2 * pieces if cp > 1 else pieces  # Megatron itself insists on the factor 2
-    if args.seq_length % unit:
+    if _length(args) % unit:
         yield (
-            f"--seq-length {args.seq_length} is not a multiple of {unit} (context parallel {cp}"
+            f"--seq-length {_length(args)} is not a multiple of {unit} (context parallel {cp}"
             + (" x 2" if cp > 1 else "")
             + (f" x tensor parallel {tp}" if args.sequence_parallel else "")
-            + f"); the next lower multiple is {args.seq_length // unit * unit}"
+            + f"); the next lower multiple is {_length(args) // unit * unit}"
         )
     if args.kv_channels is None and args.hidden_size % heads:
         yield (
@@ -287,22 +283,11 @@ def _host_features(args: Namespace) -> Iterator[str]:
             "--eval-interval is missing: Megatron needs it even with --eval-iters 0; any number "
             "larger than --train-iters will do"
         )
-    if args.full_validation and not args.multiple_validation_sets:
-        yield "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets with it"
     if args.transformer_impl == "transformer_engine" and not compat.have_transformer_engine():
         yield (
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "
             "pip install 'megatron-anchor[te]', or use --transformer-impl local"
         )
-    if args.fp8 and args.transformer_impl != "transformer_engine":
-        yield f"--fp8-format {args.fp8}: only --transformer-impl transformer_engine has FP8 layers"
-    if getattr(args, "cuda_graph_impl", "none") != "none":
-        yield (
-            f"--cuda-graph-impl {args.cuda_graph_impl}: the number of documents changes with every "
-            "sample, a captured graph cannot follow"
-        )
-    if args.transformer_impl == "inference_optimized":
-        yield "--transformer-impl inference_optimized is for inference"
 
 
 def _experts(args: Namespace) -> Iterator[str]:
@@ -313,9 +298,9 @@ def _experts(args: Namespace) -> Iterator[str]:
 def _packing(args: Namespace) -> Iterator[str]:
     """What PackedDatasetConfig would refuse too, before anything is set up."""
     alignment = document_alignment(args)
-    if alignment < 1 or (args.seq_length and args.seq_length % alignment):
+    if alignment < 1 or (_length(args) and _length(args) % alignment):
         yield (
-            f"--document-alignment {alignment}: --seq-length {args.seq_length} must be a multiple "
+            f"--document-alignment {alignment}: --seq-length {_length(args)} must be a multiple "
             "of it"
         )
     if args.anchor_position < 0:
@@ -347,25 +332,18 @@ def _packing(args: Namespace) -> Iterator[str]:
         )
 
 
-def _blend(args: Namespace) -> Iterator[str]:
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for entry in getattr(args, name, None) or ():
-            try:
-                weight = float(entry)
-            except ValueError:
-                continue
-            if weight <= 0:
-                flag = f"--{name.replace('_', '-')}"
-                yield f"{flag} gives the weight {entry}: expected above 0; leave that corpus out"
-
-
 def _balance(args: Namespace) -> Iterator[str]:
     if not args.balance_attention_work:
         return
-    if args.rampup_batch_size is not None:
+    if args.step_batch_size_schedule is not None:
         yield (
             "--balance-attention-work orders the samples of batches of one size; leave out "
-            "--rampup-batch-size"
+            "--step-batch-size-schedule"
+        )
+    if args.decrease_batch_size_if_needed:
+        yield (
+            "--balance-attention-work orders the samples of batches of one size; leave out "
+            "--decrease-batch-size-if-needed"
         )
     if args.dataloader_type not in (None, "single"):
         yield (
@@ -387,7 +365,7 @@ def _bad_batch(args: Namespace) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
-    _unsupported_flags,
+    _host_flags,
     _pattern,
     _positions,
     _shape,
@@ -399,7 +377,8 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _host_features,
     _experts,
     _packing,
-    _blend,
+    data_arguments.refusals,
+    run_rules.refusals,
     _balance,
     _bad_batch,
     saved_checkpoints.refusals,

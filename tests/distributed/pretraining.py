@@ -5,8 +5,12 @@ The curve is read back from TensorBoard, where Megatron writes loss and gradient
 
 from __future__ import annotations
 
+import shlex
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +66,46 @@ def run_program(arguments: str) -> None:
 
     sys.argv = ["pretrain_gpt", *(MODEL + TRAINING + arguments).split()]
     pretrain_gpt.main()
+
+
+class Ending(NamedTuple):
+    """How a program ended."""
+
+    status: int
+    said: str
+    """Standard error."""
+    told: str
+    """Standard output."""
+
+
+def ending(arguments: str, *, without: str = "") -> Ending:
+    """Run the program on one rank; give its status and what it printed, as a user would see it.
+
+    Args:
+        arguments: added to MODEL and TRAINING.
+        without: a part of these to leave out.
+    """
+    return run_ranks(_ending, 1, arguments, without)[0]
+
+
+def _ending(arguments: str, without: str) -> Ending:
+    from huggingface_hub import constants
+
+    from megatron_anchor import pretrain_gpt
+
+    base = MODEL + TRAINING
+    if without:
+        assert without in base, without
+        base = base.replace(without, "")
+    constants.HF_HUB_OFFLINE = True
+    sys.argv = ["pretrain_gpt", *shlex.split(base + arguments)]
+    status = 0
+    with redirect_stderr(StringIO()) as said, redirect_stdout(StringIO()) as told:
+        try:
+            pretrain_gpt.main()
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+    return Ending(status, said.getvalue(), told.getvalue())
 
 
 def read_scalars(folder: Path) -> dict[str, dict[int, float]]:

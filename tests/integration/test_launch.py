@@ -56,7 +56,7 @@ def test_bad_arguments_end_with_the_reason_and_no_traceback(corpus):
 def test_missing_corpus_ends_with_its_name_and_no_traceback(tmp_path):
     done = launch(f"--data-path {tmp_path}/nowhere --train-iters 2")
     assert done.returncode != 0
-    assert re.search(f"^error: .*{tmp_path}/nowhere", done.stderr, re.M)
+    assert re.search(f"^error: .* missing; .*:\n  - {tmp_path}/nowhere.bin", done.stderr, re.M)
     assert "pretrain_gpt.py" not in done.stderr, "a traceback from our code"
 
 

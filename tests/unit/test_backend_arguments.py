@@ -19,7 +19,8 @@ from tests.attention_layers import attention_layer
 GOOD = (
     "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --bf16 "
     "--group-query-attention --num-query-groups 4 --max-position-embeddings 64 "
-    "--micro-batch-size 1 --position-embedding-type rope --attention-dropout 0 --eval-interval 10"
+    "--micro-batch-size 1 --position-embedding-type rope --attention-dropout 0 --eval-interval 10 "
+    "--train-iters 4 --lr 1e-3"
 )
 ON_H100 = Hardware(capability=(9, 0), packages={"transformer-engine": "2.20.2"})
 

@@ -126,3 +126,21 @@ def test_the_pictures_of_the_pages_are_what_their_scripts_draw(tmp_path):
         assert ours.shape == stored.shape
         changed = abs(ours[..., :3] - stored[..., :3]).max(axis=-1) > 0.2
         assert changed.mean() < 0.02, f"draw docs/images/{name} again"  # fonts may differ a little
+
+
+def test_the_design_page_lists_every_name_of_megatron_that_is_replaced():
+    """Assignments to attributes of modules and classes of the host, `on_cpu` apart."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    table = text[text.index("| replaced | by | why |") :].split("\n\n")[0]
+    first_column = (row.split("|")[1] for row in table.splitlines()[2:])
+    listed = {n.rpartition(".")[2] for cell in first_column for n in re.findall("`(.*?)`", cell)}
+    replaced = set()
+    for path in (ROOT / "megatron_anchor").rglob("*.py"):
+        if "on_cpu" not in path.parts:
+            found = re.findall(
+                r"^ +(?:host\w*|RerunStateMachine)\.(\w+)(?:, host\.(\w+))? = ",
+                path.read_text(),
+                re.MULTILINE,
+            )
+            replaced |= {name for names in found for name in names if name}
+    assert replaced == listed

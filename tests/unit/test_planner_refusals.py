@@ -27,7 +27,7 @@ def namespace():
     command = (
         "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --bf16 "
         "--max-position-embeddings 64 --micro-batch-size 1 --position-embedding-type rope "
-        "--attention-dropout 0 --eval-interval 10"
+        "--attention-dropout 0 --eval-interval 10 --train-iters 4 --lr 1e-3"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["pretrain_gpt", *command.split()])
