@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_anchor.attention.gather import GatherPlan, plan_gather
 from megatron_anchor.attention.rope import RotarySettings, cos_and_sin, inverse_frequencies
 from megatron_anchor.attention.router_slots import RouterSlots
-from megatron_anchor.attention.runs import Runs, Window, document_runs
+from megatron_anchor.attention.runs import Runs, document_runs
+from megatron_anchor.windows import Window
 
 
 @dataclass

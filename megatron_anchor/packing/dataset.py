@@ -248,6 +248,7 @@ class PackedDataset(MegatronDataset):
             cu_seqlens,
             sequence_length=self.config.sequence_length,
             parts=self.config.context_parts,
+            windows=self.config.attention_windows,
         )
 
     def _interleaved(self, idx: int, pieces: Pieces) -> np.ndarray | None:

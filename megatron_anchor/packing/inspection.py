@@ -13,7 +13,7 @@ from tqdm import tqdm
 from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.packing.index import Pieces
 from megatron_anchor.packing.layout import segment_borders
-from megatron_anchor.packing.statistics import attention_pairs, segment_lengths
+from megatron_anchor.packing.statistics import attention_work_share, segment_lengths
 from megatron_anchor.terminal import escaped
 
 
@@ -65,7 +65,8 @@ def inspect_packing(dataset: PackedDataset, *, most_samples: int = 10000) -> Pac
             pieces, sequence_length=length, attention_pattern=config.attention_pattern
         )
         slices.append(len(pieces.length))
-        work.append(attention_pairs(segments) / attention_pairs(np.array([length])))
+        windows = config.attention_windows
+        work.append(attention_work_share(segments, sequence_length=length, windows=windows))
     content = dataset.content_lengths()
     content = content[content > 0]
     classes = np.bincount(np.floor(np.log2(content)).astype(int))
