@@ -336,6 +336,7 @@ class PackedDataset(MegatronDataset):
             self.dataset_path,
             tag_format=self.config.domain_tag_format,
             tokenize=tag_tokenizer(self.config.tokenizer),
+            vocab_size=self.config.vocab_size,
         )
         if tags.longest + 2 > self.config.sequence_length:
             raise ValueError(
