@@ -41,7 +41,12 @@ def main() -> None:
     from megatron.training import pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_anchor.training import bad_batch, last_checkpoints, saved_checkpoints
+    from megatron_anchor.training import (
+        bad_batch,
+        full_validation,
+        last_checkpoints,
+        saved_checkpoints,
+    )
     from megatron_anchor.training.arguments import add_anchor_arguments
     from megatron_anchor.training.forward_step import forward_step
     from megatron_anchor.training.providers import datasets_provider, model_config
@@ -56,6 +61,7 @@ def main() -> None:
     except ValueError as error:
         _end_with(f"error: {error}")
     last_checkpoints.install(args)
+    full_validation.install(args)
     container = pretrain_cfg_container_from_args(args, model_config(args))
     datasets = _ending_for_users(datasets_provider)
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)

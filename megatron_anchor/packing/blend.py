@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from megatron_anchor.packing.cache import load_or_build
+from megatron_anchor.packing.dataset import PackedDataset
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,19 @@ def order_of_blend(weights: Sequence[float], size: int | None) -> tuple[np.ndarr
     return corpus_N, sample_N
 
 
+def corpora_of(dataset: Any) -> Iterator[PackedDataset]:
+    """The packed datasets in a dataset, blend, wrapper (`.dataset`) or list of these, or None."""
+    if isinstance(dataset, PackedDataset):
+        yield dataset
+    elif isinstance(dataset, list | tuple):
+        for one in dataset:
+            yield from corpora_of(one)
+    elif hasattr(dataset, "datasets"):
+        yield from corpora_of(dataset.datasets)
+    elif hasattr(dataset, "dataset"):
+        yield from corpora_of(dataset.dataset)
+
+
 def use_whole_blends() -> None:
     """Let Megatron's dataset builder make blends of this kind (it has no parameter for that)."""
     host_builder.BlendedDataset = BlendedDataset
@@ -137,7 +151,7 @@ def _warn_of_doubles(datasets: list[Any], samples: np.ndarray, *, split: Split) 
     """Say which corpora of a blend are one and the same, and what that costs."""
     numbers: dict[str, list[int]] = {}
     for number, dataset in enumerate(datasets):
-        if hasattr(dataset, "contents_hash"):
+        if isinstance(dataset, PackedDataset):
             numbers.setdefault(dataset.contents_hash, []).append(number)
     for same in numbers.values():
         drawn = samples[same]

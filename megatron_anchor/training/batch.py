@@ -76,7 +76,8 @@ def get_batch(
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         sample = next(data_iterator)
-        origin_B2 = sample.get("origin")
+        if "origin" in sample:  # also where an item is a whole micro-batch
+            origin_B2 = sample["origin"].view(-1, 2)
         rows = [sample[name].view(micro_batch_size, -1).to(torch.int32) for name in columns]
         table = torch.cat(rows, dim=1).cuda(non_blocking=True)
     else:

@@ -244,6 +244,14 @@ def _host_features(args: Namespace) -> Iterator[str]:
         )
     if args.full_validation and not args.multiple_validation_sets:
         yield "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets with it"
+    if args.multiple_validation_sets and not args.full_validation:
+        yield "--multiple-validation-sets: Megatron 0.19.2 needs --full-validation with it"
+    if args.full_validation and getattr(args, "virtual_pipeline_model_parallel_size", None):
+        yield (
+            "--full-validation: Megatron 0.19.2 mixes up validation sets and the chunks of "
+            "interleaved pipelines; leave out --num-layers-per-virtual-pipeline-stage (or "
+            "--num-virtual-stages-per-pipeline-rank), or evaluate over --eval-iters"
+        )
     if args.transformer_impl == "transformer_engine" and not compat.have_transformer_engine():
         yield (
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "
