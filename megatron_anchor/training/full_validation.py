@@ -46,8 +46,8 @@ class WholeBatches(torch.utils.data.Dataset):
         if len(samples) < self.micro_batch_size:
             nothing = next(iter(corpora_of(self.dataset)))[None]
             samples += [nothing] * (self.micro_batch_size - len(samples))
-        # A blend's samples name their corpus, which a sample without targets does not have.
-        names = [name for name in samples[-1] if all(name in sample for sample in samples)]
+        # Without the number of its corpus, no tensor, which a blend adds to a sample.
+        names = [name for name, value in samples[0].items() if isinstance(value, torch.Tensor)]
         return {name: torch.stack([sample[name] for sample in samples]) for name in names}
 
 

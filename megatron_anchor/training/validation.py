@@ -246,7 +246,9 @@ def _host_features(args: Namespace) -> Iterator[str]:
         yield "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets with it"
     if args.multiple_validation_sets and not args.full_validation:
         yield "--multiple-validation-sets: Megatron 0.19.2 needs --full-validation with it"
-    if args.full_validation and getattr(args, "virtual_pipeline_model_parallel_size", None):
+    if args.full_validation and (
+        args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+    ):
         yield (
             "--full-validation: Megatron 0.19.2 mixes up validation sets and the chunks of "
             "interleaved pipelines; leave out --num-layers-per-virtual-pipeline-stage (or "

@@ -135,6 +135,9 @@ REFUSED = {
     "--balance-attention-work --rampup-batch-size 4 4 100": "leave out --rampup-batch-size",
     "--balance-attention-work --dataloader-type cyclic": "needs --dataloader-type single",
     "--full-validation": "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets",
+    "--multiple-validation-sets": "--multiple-validation-sets: Megatron 0.19.2 needs --full-val",
+    "--full-validation --multiple-validation-sets --pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2": "--full-validation: .* interleaved pipelines",
     "--transformer-impl transformer_engine": "Transformer Engine is not installed",
     "--fp8-format hybrid": "--fp8-format hybrid: only --transformer-impl transformer_engine",
     '--rope-parameters \'{"rope_type":"yern"}\'': "unknown rope_type 'yern'",
