@@ -44,6 +44,7 @@ def main() -> None:
 
     from megatron_anchor.training import (
         bad_batch,
+        full_validation,
         last_checkpoints,
         loaded_model,
         saved_checkpoints,
@@ -72,6 +73,7 @@ def main() -> None:
     except ValueError as error:
         _end_with(f"error: {error}")
     last_checkpoints.install(args)
+    full_validation.install(args)
     datasets = _ending_for_users(datasets_provider)
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
 

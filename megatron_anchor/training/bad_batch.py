@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from megatron.training import get_args
 from torch import Tensor
 
 from megatron_anchor import compat
+from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.terminal import say
 from megatron_anchor.training.bad_batch_files import SampleRecord, write_bad_batch
@@ -84,9 +85,8 @@ def install(args: Namespace) -> None:
 
 def register(*datasets: Any) -> None:
     """Make known where samples come from: packed datasets, blends and lists of them, or None."""
-    for dataset in datasets:
-        for packed in _packed(dataset):
-            _watch.datasets[packed.number] = packed
+    for packed in corpora_of(datasets):
+        _watch.datasets[packed.number] = packed
 
 
 def remember(origin_B2: Tensor | None, *, training: bool) -> None:
@@ -201,18 +201,6 @@ def _records_of_losses(losses_Bs: Tensor, origin_B2: Tensor | None) -> list[Samp
             record.losses = losses_s.numpy()
             records.append(record)
     return records
-
-
-def _packed(dataset: Any) -> Iterable[PackedDataset]:
-    if isinstance(dataset, PackedDataset):
-        yield dataset
-    elif isinstance(dataset, list | tuple):
-        for one in dataset:
-            yield from _packed(one)
-    elif hasattr(dataset, "datasets"):
-        yield from _packed(dataset.datasets)
-    elif hasattr(dataset, "dataset"):
-        yield from _packed(dataset.dataset)
 
 
 def _say(*lines: str) -> None:

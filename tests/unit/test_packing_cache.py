@@ -15,7 +15,7 @@ from megatron.core.datasets import blended_megatron_dataset_builder as builder_m
 from megatron.core.datasets.blended_dataset import BlendedDataset as MegatronsBlendedDataset
 
 from megatron_anchor.corpus.upsampling import make_document_list
-from megatron_anchor.packing import dataset as dataset_module
+from megatron_anchor.packing import epoch_planner as planner_module
 from megatron_anchor.packing import epochs
 from megatron_anchor.packing.blend import use_whole_blends
 from megatron_anchor.packing.cache import load_or_build
@@ -43,9 +43,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def counted(*args: Any, **settings: Any) -> epochs.SamplePlan:
         calls.append(settings["sequence_length"])
-        return epochs.plan_samples(*args, **settings)
+        return epochs.plan_epochs(*args, **settings)
 
-    monkeypatch.setattr(dataset_module, "plan_samples", counted)
+    monkeypatch.setattr(planner_module, "plan_epochs", counted)
     return calls
 
 
@@ -193,7 +193,7 @@ def test_a_damaged_description_is_written_again_with_a_message(
     prefix: str, caplog: pytest.LogCaptureFixture, damage: Any
 ) -> None:
     before = contents(build_train(prefix))
-    [path] = Path(prefix).rglob("*train-description.json")
+    [path] = Path(prefix).rglob("*train-epoch-0-description.json")
     written = json.loads(path.read_text())
     damage(path)
     with caplog.at_level(logging.WARNING):
