@@ -26,7 +26,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 from torch import Tensor
 
-from megatron_anchor import compat
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.terminal import say
@@ -61,26 +60,21 @@ class _Watch:
 _watch = _Watch()
 
 
-def install(args: Namespace) -> None:
-    """Report what Megatron's checks reject from now on (--check-for-nan-in-loss-and-grad).
-
-    Args:
-        args: the validated arguments; the folder of --dump-bad-batch is made.
+def make_folder(args: Namespace) -> None:
+    """Make the folder of --dump-bad-batch, if there is one.
 
     Raises:
         ValueError: the folder cannot be written.
     """
-    if args.dump_bad_batch:
-        folder = Path(args.dump_bad_batch)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"--dump-bad-batch {folder}: {error.strerror}; name another"
-            ) from error
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--dump-bad-batch {folder} cannot be written; name another folder")
-    compat.watch_rejected_results(_report)
+    if not args.dump_bad_batch:
+        return
+    folder = Path(args.dump_bad_batch)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--dump-bad-batch {folder}: {error.strerror}; name another") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--dump-bad-batch {folder} cannot be written; name another folder")
 
 
 def register(*datasets: Any) -> None:
@@ -118,7 +112,7 @@ def judging(losses_Bs: Tensor, origin_B2: Tensor | None) -> Iterator[None]:
         _watch.judged = None
 
 
-def _report(message: str, *, fatal: bool, raises: bool) -> None:
+def report(message: str, *, fatal: bool, raises: bool) -> None:
     """Say what the rejected result was computed from, and write it if that was asked for."""
     if mpu.get_tensor_model_parallel_rank() != 0:
         if raises:

@@ -11,12 +11,14 @@ from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_anchor import patches
 from megatron_anchor.attention.backends import choose_backend
 from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
+from megatron_anchor.packing import blend
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
-from megatron_anchor.packing.blend import corpora_of, use_whole_blends
+from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import choose_anchor
 from megatron_anchor.training import anchor_copies, bad_batch
@@ -220,7 +222,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     args = get_args()
     config = dataset_config(args, get_tokenizer())
     needed = [num_samples[0], validation_samples(args, num_samples[1]), num_samples[2]]
-    use_whole_blends()
+    patches.apply(blend.PATCH)
     print_rank_0(f"> packing documents behind anchor token {config.anchor_token_id} ...")
     train, valid, test = BlendedMegatronDatasetBuilder(
         PackedDataset,
