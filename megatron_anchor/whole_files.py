@@ -23,7 +23,7 @@ _SUFFIX = ".tmp"
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: str | Path) -> Iterator[IO[bytes]]:
     """Give a stream to a name of our own that takes the place of `path` when all is on the disk.
 
     Readers see the old file or the whole new one; several writers may write one path at once.
@@ -46,9 +46,9 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def replacing_text(path: str | Path, *, newline: str | None = None) -> Iterator[IO[str]]:
+def atomic_write_text(path: str | Path, *, newline: str | None = None) -> Iterator[IO[str]]:
     """Do the same with a stream of UTF-8 text; `newline` as in `open`."""
-    with replacing(path) as stream:
+    with atomic_write(path) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8", newline=newline)
         yield text
         text.flush()
@@ -56,7 +56,7 @@ def replacing_text(path: str | Path, *, newline: str | None = None) -> Iterator[
 
 
 def remove_abandoned(directory: str | os.PathLike[str]) -> None:
-    """Remove the temporary files of `replacing` whose writers were killed; younger ones stay."""
+    """Remove the temporary files of `atomic_write` whose writers were killed; younger ones stay."""
     for path in Path(directory).glob(f".*.{'[0-9a-f]' * 32}{_SUFFIX}"):
         try:
             if time.time() - path.stat().st_mtime < ABANDONED_AFTER:

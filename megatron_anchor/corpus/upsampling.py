@@ -23,7 +23,7 @@ from megatron_anchor.corpus.index_checks import require_sound
 from megatron_anchor.corpus.indexed import IndexedCorpus, idx_path
 from megatron_anchor.corpus.locks import locked
 from megatron_anchor.corpus.manifest import read_domains
-from megatron_anchor.whole_files import replacing, replacing_text
+from megatron_anchor.whole_files import atomic_write, atomic_write_text
 
 FORMAT = "megatron_anchor document list 1"
 _STARTS = 16
@@ -316,7 +316,7 @@ def _shares(
 def _write(path: Path, ids: np.ndarray, described: DocumentList) -> None:
     header = np.lib.format.header_data_from_array_1_0(ids)
     try:
-        with replacing(path) as stream, replacing_text(path.with_suffix(".json")) as beside:
+        with atomic_write(path) as stream, atomic_write_text(path.with_suffix(".json")) as beside:
             beside.write(json.dumps(asdict(described), indent=1))
             np.lib.format.write_array_header_1_0(stream, header)
             stream.write(ids.data)

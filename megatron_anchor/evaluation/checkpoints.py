@@ -17,7 +17,7 @@ from megatron_anchor.compat import TRACKER
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.packing.fingerprint import fingerprint
 from megatron_anchor.terminal import logger_of
-from megatron_anchor.whole_files import replacing_text
+from megatron_anchor.whole_files import atomic_write_text
 
 EXPORTS = "exports"
 """Folder under the output for Megatron checkpoints as Hugging Face models."""
@@ -160,7 +160,7 @@ def hugging_face_folder(
     done = convert_to_hugging_face(source, target, like=like, progress=progress)
     for told in done.notes:
         logger_of(__name__).info("%s: %s", source, told)
-    with replacing_text(note) as stream:
+    with atomic_write_text(note) as stream:
         stream.write(json.dumps(made_of))
     return target
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.terminal import logger_of
-from megatron_anchor.whole_files import replacing
+from megatron_anchor.whole_files import atomic_write
 
 Key = tuple[Any, ...]
 
@@ -79,7 +79,7 @@ class Records:
         os.fsync(self._stream.fileno())
 
     def _begin(self) -> None:
-        with replacing(self.path) as stream:
+        with atomic_write(self.path) as stream:
             stream.write(_line({"settings": self._settings}))
 
     def _lock(self) -> None:

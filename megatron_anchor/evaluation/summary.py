@@ -12,7 +12,7 @@ from typing import Any
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.evaluate import Evaluated
 from megatron_anchor.evaluation.published import mean_note, score_notes
-from megatron_anchor.whole_files import replacing_text
+from megatron_anchor.whole_files import atomic_write_text
 
 RESULTS = "results.json"
 
@@ -140,7 +140,7 @@ def _bucket_totals(member: Evaluated) -> tuple[list[float], list[int]]:
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write JSON, whole or not at all."""
-    with replacing_text(path) as stream:
+    with atomic_write_text(path) as stream:
         stream.write(json.dumps(results, indent=1) + "\n")
 
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from megatron_anchor.terminal import logger_of
-from megatron_anchor.whole_files import remove_abandoned, replacing
+from megatron_anchor.whole_files import atomic_write, remove_abandoned
 
 logger = logger_of(__name__)
 
@@ -82,9 +82,9 @@ def load_or_build(
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         for name, path in paths.items():
-            with replacing(path) as stream:
+            with atomic_write(path) as stream:
                 _save(stream, arrays[name])
-        with replacing(described) as stream:
+        with atomic_write(described) as stream:
             stream.write(json.dumps(record, indent=4).encode())
     except OSError as error:
         raise ValueError(

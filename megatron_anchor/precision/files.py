@@ -14,7 +14,7 @@ from typing import Any
 from megatron_anchor.precision.errors import PrecisionError
 from megatron_anchor.precision.findings import findings
 from megatron_anchor.precision.run import Results
-from megatron_anchor.whole_files import replacing_text
+from megatron_anchor.whole_files import atomic_write_text
 
 COLUMNS = (
     *("quantity", "arm", "states", "shift1", "shift2", "length"),
@@ -122,7 +122,7 @@ def write_json(path: Path, results: Results) -> None:
 
 def write_csv(path: Path, results: Results) -> None:
     """Write every number."""
-    with replacing_text(path, newline="") as file:
+    with atomic_write_text(path, newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for row in rows(results):
@@ -131,7 +131,7 @@ def write_csv(path: Path, results: Results) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file, or nothing."""
-    with replacing_text(path) as file:
+    with atomic_write_text(path) as file:
         file.write(text)
 
 
