@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import logger_of
 
 
@@ -20,15 +20,13 @@ def output_folder(path: str | Path) -> Iterator[Path]:
     A link is followed: the folder it leads to is written.
 
     Raises:
-        CheckpointError: if ``path`` holds something already, or cannot be written.
+        UserError: if ``path`` holds something already, or cannot be written.
     """
     path = Path(path).resolve()
     if path.is_mount():
-        raise CheckpointError(
-            f"{path} is a mount point, which cannot be renamed; name a folder in it"
-        )
+        raise UserError(f"{path} is a mount point, which cannot be renamed; name a folder in it")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists and is not empty; choose another --out or remove it")
+        raise UserError(f"{path} exists and is not empty; choose another --out or remove it")
     prefix = f".{path.name}.partial-"
     for stale in path.parent.glob(f"{glob.escape(prefix)}*"):
         logger_of(__name__).warning(
@@ -42,6 +40,6 @@ def output_folder(path: str | Path) -> Iterator[Path]:
             path.rmdir()
         os.replace(temporary, path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

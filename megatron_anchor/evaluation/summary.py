@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.evaluate import Evaluated
 from megatron_anchor.evaluation.published import mean_note, score_notes
 from megatron_anchor.whole_files import atomic_write_text
@@ -151,7 +151,7 @@ def read_results(folders: Sequence[tuple[str | None, Path]]) -> dict[str, Any]:
         folders: label (None: those of the file), and a results folder or its JSON file.
 
     Raises:
-        EvaluationError: for a missing or damaged file, or two groups of one name.
+        UserError: for a missing or damaged file, or two groups of one name.
     """
     groups: dict[str, Group] = {}
     for label, folder in folders:
@@ -164,18 +164,18 @@ def read_results(folders: Sequence[tuple[str | None, Path]]) -> dict[str, Any]:
                     group["mean_note"] = mean_note(group["settings"][0])
                     group["score_notes"] = score_notes(group["settings"][0])
         except OSError as error:
-            raise EvaluationError(
+            raise UserError(
                 f"--plot {folder}: no {RESULTS} of a finished evaluation ({error})"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EvaluationError(
+            raise UserError(
                 f"{path} is damaged ({type(error).__name__}: {error}); run the evaluation again: "
                 "what was finished is kept"
             ) from error
         for name, group in found.items():
             called = name if label is None else label if len(found) == 1 else f"{label} {name}"
             if called in groups:
-                raise EvaluationError(
+                raise UserError(
                     f"--plot: {called!r} is a group of two results; name them: LABEL=DIR"
                 )
             groups[called] = group

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.statistics import segment_lengths
 
 LINEAR_WORK = 12
@@ -133,13 +134,13 @@ class BalancedDataset(torch.utils.data.Dataset):
         settings: sizes.
 
     Raises:
-        ValueError: the global batch is no multiple of ranks x micro-batch size.
+        UserError: the global batch is no multiple of ranks x micro-batch size.
     """
 
     def __init__(self, dataset: Any, settings: Balancing) -> None:
         step = settings.ranks * settings.micro_batch_size
         if settings.global_batch_size % step:
-            raise ValueError(
+            raise UserError(
                 f"--balance-attention-work: got a global batch of {settings.global_batch_size} "
                 f"samples, expected a multiple of {step} ({settings.ranks} data-parallel ranks x "
                 f"micro-batches of {settings.micro_batch_size})"

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import logger_of
 from megatron_anchor.whole_files import atomic_write, remove_abandoned
 
@@ -64,7 +65,7 @@ def load_or_build(
         build: returns the arrays.
 
     Raises:
-        ValueError: the directory cannot be written.
+        UserError: the directory cannot be written.
     """
     paths = {name: Path(directory, f"{stem}-{name}.npy") for name in names}
     described = Path(directory, f"{stem}-description.json")
@@ -87,7 +88,7 @@ def load_or_build(
         with atomic_write(described) as stream:
             stream.write(json.dumps(record, indent=4).encode())
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cannot write the packing index to {directory}: {error}; give a directory that can "
             "be written and has space with --data-cache-path (path_to_cache)"
         ) from error

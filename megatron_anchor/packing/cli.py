@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,9 +15,10 @@ from megatron_anchor.compat import quiet_imports_without_gpu
 from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
 from megatron_anchor.corpus.manifest import read_manifest
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, PACKINGS, choose_anchor
-from megatron_anchor.terminal import say, say_block, say_json
+from megatron_anchor.terminal import say_block, say_json
 
 if TYPE_CHECKING:
     from megatron_anchor.packing.dataset import PackedDataset
@@ -63,18 +63,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, pack, print; 1 with a message where something is wrong."""
+    """Parse, pack, print."""
     args = parser().parse_args(argv)
-    try:
-        with ExitStack() as stack:
-            cache = args.data_cache_path or stack.enter_context(tempfile.TemporaryDirectory())
-            return _run(args, cache)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stdout = None
-        return 1
-    except (ValueError, OSError, IndexError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 1
+    with ExitStack() as stack:
+        cache = args.data_cache_path or stack.enter_context(tempfile.TemporaryDirectory())
+        return _run(args, cache)
 
 
 def _run(args: argparse.Namespace, cache: str) -> int:
@@ -93,7 +86,7 @@ def _run(args: argparse.Namespace, cache: str) -> int:
     dataset = _dataset(args, cache, tokenizer)
     number = args.sample or 0
     if not 0 <= number < len(dataset):
-        raise ValueError(f"--sample {number}: there are the samples 0 to {len(dataset) - 1}")
+        raise UserError(f"--sample {number}: there are the samples 0 to {len(dataset) - 1}")
     if args.sample is not None:
         decode = tokenizer.native_engine.decode if tokenizer else None
         rows = describe_sample(dataset, args.sample, decode=decode)
@@ -119,7 +112,7 @@ def _run(args: argparse.Namespace, cache: str) -> int:
 def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     if not (args.tokenizer_model or args.tokenizer_type or args.vocab_file):
         if args.domain_tags:
-            raise ValueError("--domain-tags needs the tokenizer: give --tokenizer-model")
+            raise UserError("--domain-tags needs the tokenizer: give --tokenizer-model")
         return None
     return load_tokenizer(tokenizer_config(args))
 
@@ -130,7 +123,7 @@ def _anchor(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer | None) 
         args.anchor_token, bos=facts and facts.bos_id, eos=facts and facts.eod_id
     )
     if anchor is None:
-        raise ValueError(
+        raise UserError(
             f"{prefix} does not say what its {args.anchor_token or 'bos or eos'} is: give "
             "--tokenizer-model, or a token id with --anchor-token"
         )
@@ -146,7 +139,7 @@ def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) 
     from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 
     if not 0 <= args.seed < 1 << 32:
-        raise ValueError(f"--seed {args.seed}: expected 0 to {(1 << 32) - 1}")
+        raise UserError(f"--seed {args.seed}: expected 0 to {(1 << 32) - 1}")
     prefix = args.prefix.removesuffix(".idx").removesuffix(".bin")
     vocab_size = tokenizer.vocab_size if tokenizer else None
     stand_in = SimpleNamespace(vocab_size=vocab_size or 1 << 31)

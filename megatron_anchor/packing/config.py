@@ -8,6 +8,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.packing.patterns import ANCHORED, PACKINGS, check_attention_pattern
@@ -87,7 +88,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
         """Check the settings.
 
         Raises:
-            ValueError: a setting is out of range, or asks for what a packed dataset cannot do.
+            UserError: a setting is out of range, or asks for what a packed dataset cannot do.
         """
         for name, instead in _WITHOUT_EFFECT.items():
             if getattr(self, name):
@@ -99,22 +100,20 @@ class PackedDatasetConfig(GPTDatasetConfig):
         super().__post_init__()
         check_attention_pattern(self.attention_pattern)
         if self.mock:
-            raise ValueError(
+            raise UserError(
                 "a packed dataset needs a corpus: set --data-path (or --train-data-path ..., "
                 "--per-split-data-args-path); mock data is not supported"
             )
         self._check_blends()
         if self.hybrid_context_parallel:
-            raise ValueError(
-                "packed samples do not support --hybrid-context-parallel: leave it out"
-            )
+            raise UserError("packed samples do not support --hybrid-context-parallel: leave it out")
         if self.sequence_length < 2:
-            raise ValueError(
+            raise UserError(
                 f"got sequence_length {self.sequence_length}, expected at least 2 (an anchor and a "
                 "token); set --seq-length"
             )
         if self.anchor_token_id is None:
-            raise ValueError(
+            raise UserError(
                 "no anchor token: set --anchor-token (a tokenizer with a bos or eos has one)"
             )
         self._check_token_id("anchor_token_id", self.anchor_token_id, flag="--anchor-token")
@@ -129,12 +128,12 @@ class PackedDatasetConfig(GPTDatasetConfig):
                 continue
             for prefix, weight in zip(*blend, strict=True):
                 if not (math.isfinite(weight) and weight > 0):
-                    raise ValueError(
+                    raise UserError(
                         f"the blend gives the corpus {prefix} the weight {weight}, expected a "
                         "finite number above 0; leave that corpus out, or give it a weight"
                     )
             if split is Split.valid and self.full_validation:
-                raise ValueError(
+                raise UserError(
                     "--full-validation reads every validation set once, so weights have no meaning "
                     "there: name the sets without weights with --valid-data-path (and the training "
                     "corpora with --train-data-path)"
@@ -142,40 +141,40 @@ class PackedDatasetConfig(GPTDatasetConfig):
 
     def _check_packing(self) -> None:
         if self.packing not in PACKINGS:
-            raise ValueError(
+            raise UserError(
                 f"got packing {self.packing!r}, expected one of {', '.join(PACKINGS)}; set "
                 "--packing"
             )
         alignment = self.document_alignment
         if alignment < 1 or self.sequence_length % alignment:
-            raise ValueError(
+            raise UserError(
                 f"got document_alignment {alignment}, expected a divisor of the sequence length "
                 f"{self.sequence_length}; set --document-alignment (or --seq-length)"
             )
         if alignment > 1 and self.attention_pattern == "anchor-masked":
-            raise ValueError(
+            raise UserError(
                 f"--document-alignment {alignment} cannot be kept under --attention-pattern "
                 "anchor-masked, where anchors are segments of one slot: leave it out"
             )
         if self.domain_tags:
             check_format(self.domain_tag_format)
             if not hasattr(self.tokenizer, "tokenize"):
-                raise ValueError("--domain-tags needs a tokenizer that turns text into tokens")
+                raise UserError("--domain-tags needs a tokenizer that turns text into tokens")
 
     def _check_positions(self) -> None:
         if self.anchor_position < 0:
-            raise ValueError(
+            raise UserError(
                 f"got anchor_position {self.anchor_position}, expected 0 or more; set "
                 "--anchor-position"
             )
         if self.anchor_position and self.attention_pattern not in ANCHORED:
-            raise ValueError(
+            raise UserError(
                 f"--anchor-position {self.anchor_position} has no meaning under "
                 f"--attention-pattern {self.attention_pattern}, where anchors are counted like "
                 "other slots; leave it out or set --attention-pattern anchor"
             )
         if self.interleaving and self.attention_pattern == "intra-document-reset":
-            raise ValueError(
+            raise UserError(
                 "--interleave-chunks has no effect under --attention-pattern "
                 "intra-document-reset, where every document counts its positions alone: leave one "
                 "of them out"
@@ -184,7 +183,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
     def _check_token_id(self, name: str, token_id: int, *, flag: str) -> None:
         if token_id < 0 or (self.vocab_size is not None and token_id >= self.vocab_size):
             most = "" if self.vocab_size is None else f" to {self.vocab_size - 1} (vocab_size - 1)"
-            raise ValueError(
+            raise UserError(
                 f"got {name} {token_id}, expected 0{most or ' or more'}; "
                 f"set {flag} to a token of the model's vocabulary"
             )

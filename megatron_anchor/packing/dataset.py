@@ -31,6 +31,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from megatron_anchor.context_parallel.split import split_sample
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.best_fit import fitted_pieces
 from megatron_anchor.packing.cache import StoredArrays, digest, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
@@ -79,7 +80,7 @@ class PackedDataset(MegatronDataset):
     then, and `megatron_anchor.packing.blend` leaves it out.
 
     Raises:
-        ValueError: the split holds no document with a token, the .idx is damaged, the index cannot
+        UserError: the split holds no document with a token, the .idx is damaged, the index cannot
             be written, or a domain tag has a token outside the vocabulary.
     """
 
@@ -145,10 +146,10 @@ class PackedDataset(MegatronDataset):
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file is damaged, or the path is in an object store.
+            UserError: a file is damaged, or the path is in an object store.
         """
         if is_object_storage_path(dataset_path):
-            raise ValueError(
+            raise UserError(
                 f"the corpus {dataset_path} is in an object store, which packed datasets do not "
                 "read: copy it to a file system and name that path"
             )
@@ -180,7 +181,7 @@ class PackedDataset(MegatronDataset):
 
         Raises:
             IndexError: there is no such sample.
-            ValueError: a token id is outside the vocabulary.
+            UserError: a token id is outside the vocabulary.
         """
         text, pieces = self._read(self.pieces(0 if idx is None else idx))
         arrays = lay_out(
@@ -289,7 +290,7 @@ class PackedDataset(MegatronDataset):
         ]
         return np.concatenate(slices), pieces._replace(start=np.cumsum(counts) - counts)
 
-    def _foreign_token_error(self, idx: int | None) -> ValueError:
+    def _foreign_token_error(self, idx: int | None) -> UserError:
         """Where a sample's first token outside the vocabulary stands, for the user."""
         pieces = self.pieces(idx or 0)
         text, places = self._read(pieces)
@@ -298,7 +299,7 @@ class PackedDataset(MegatronDataset):
         token_id = text[places.start[piece] + offset]
         document = pieces.document[piece]
         begin = Documents(self.dataset).boundaries(slice(document, document + 1))[0]
-        return ValueError(
+        return UserError(
             f"token id {token_id} in the corpus {self.dataset_path}, document {document}, token "
             f"{pieces.start[piece] + offset - begin} (sample {idx}) is outside the vocabulary of "
             f"{'any size' if vocab_size is None else vocab_size}: the corpus was written with "
@@ -334,14 +335,14 @@ class PackedDataset(MegatronDataset):
         blend = self.config.blend
         return self.index_split is not Split.train and blend is not None and len(blend[0]) > 1
 
-    def _no_document_error(self) -> ValueError:
+    def _no_document_error(self) -> UserError:
         if self._document_list is not None:
-            return ValueError(
+            return UserError(
                 f"--document-list {self._document_list} names no document of the training "
                 f"split of {self.dataset_path} with a token behind its anchor; draw other "
                 "documents, or give the training split a larger share with --split"
             )
-        return ValueError(
+        return UserError(
             f"the {self.index_split.name} split of the corpus {self.dataset_path} holds no "
             f"document with a token ({len(self.indices)} documents, all empty or nothing but an "
             "anchor); give it a larger share with --split, or another corpus"
@@ -357,7 +358,7 @@ class PackedDataset(MegatronDataset):
             vocab_size=self.config.vocab_size,
         )
         if tags.longest + 2 > self.config.sequence_length:
-            raise ValueError(
+            raise UserError(
                 f"a domain tag of the corpus {self.dataset_path} has {tags.longest} tokens, which "
                 f"leaves no room in samples of {self.config.sequence_length} slots; shorten "
                 "--domain-tag-format or raise --seq-length"

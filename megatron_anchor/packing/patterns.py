@@ -24,6 +24,8 @@ predict the first token of their document, as the one anchor would.
 
 from difflib import get_close_matches
 
+from megatron_anchor.errors import UserError
+
 PACKINGS = ("concat", "best-fit")
 """Values of --packing: cut documents where samples end, or cut none that fits in a sample."""
 
@@ -46,13 +48,13 @@ def check_attention_pattern(pattern: str) -> str:
     """Return `pattern` if it is one of ATTENTION_PATTERNS.
 
     Raises:
-        ValueError: for any other value, with the nearest name that exists.
+        UserError: for any other value, with the nearest name that exists.
     """
     if pattern in ATTENTION_PATTERNS:
         return pattern
     near = get_close_matches(str(pattern), ATTENTION_PATTERNS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(
+    raise UserError(
         f"unknown attention pattern {pattern!r}: {hint}"
         f"set --attention-pattern to one of {', '.join(ATTENTION_PATTERNS)}"
     )
@@ -62,10 +64,10 @@ def check_anchor(wanted: str | None) -> None:
     """Refuse what --anchor-token cannot be.
 
     Raises:
-        ValueError: it is neither bos nor eos nor a token id.
+        UserError: it is neither bos nor eos nor a token id.
     """
     if wanted not in (None, "bos", "eos") and not wanted.isdecimal():
-        raise ValueError(f"--anchor-token {wanted}: expected bos, eos or a token id")
+        raise UserError(f"--anchor-token {wanted}: expected bos, eos or a token id")
 
 
 def choose_anchor(wanted: str | None, *, bos: int | None, eos: int | None) -> int | None:
@@ -77,7 +79,7 @@ def choose_anchor(wanted: str | None, *, bos: int | None, eos: int | None) -> in
         eos: the same.
 
     Raises:
-        ValueError: see `check_anchor`.
+        UserError: see `check_anchor`.
     """
     check_anchor(wanted)
     if wanted is None:

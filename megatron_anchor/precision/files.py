@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from megatron_anchor.precision.errors import PrecisionError
+from megatron_anchor.errors import UserError
 from megatron_anchor.precision.findings import findings
 from megatron_anchor.precision.run import Results
 from megatron_anchor.whole_files import atomic_write_text
@@ -100,10 +100,10 @@ def check_writable(prefix: str) -> None:
     """Check, before a long measurement, that files can be written beside `prefix`.
 
     Raises:
-        PrecisionError: if they cannot.
+        UserError: if they cannot.
     """
     if prefix.endswith(("/", os.sep)) or Path(prefix).is_dir():
-        raise PrecisionError(
+        raise UserError(
             f"--out {prefix} names a folder, expected the beginning of file names, as in "
             f"{Path(prefix) / 'drift'}"
         )
@@ -112,7 +112,7 @@ def check_writable(prefix: str) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise PrecisionError(f"--out {prefix}: {folder}: {error.strerror}") from error
+        raise UserError(f"--out {prefix}: {folder}: {error.strerror}") from error
 
 
 def write_json(path: Path, results: Results) -> None:
