@@ -247,7 +247,9 @@ def _host_features(args: Namespace) -> Iterator[str]:
     if args.multiple_validation_sets and not args.full_validation:
         yield "--multiple-validation-sets: Megatron 0.19.2 needs --full-validation with it"
     if args.full_validation and (
-        args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+        args.num_layers_per_virtual_pipeline_stage
+        or args.num_virtual_stages_per_pipeline_rank
+        or getattr(args, "virtual_pipeline_model_parallel_size", None)
     ):
         yield (
             "--full-validation: Megatron 0.19.2 mixes up validation sets and the chunks of "
