@@ -132,10 +132,13 @@ def read(path: Path) -> list[Blend]:
 
 
 def write(path: Path, blends: Iterable[Blend]) -> None:
-    """Write them, whole or not at all."""
+    """Write them, whole or not at all; a file that says the same is left alone."""
+    text = json.dumps({"blends": [asdict(blend) for blend in blends]}, indent=1)
+    if path.exists() and path.read_text(encoding="utf-8", errors="replace") == text:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing_text(path) as stream:
-        json.dump({"blends": [asdict(blend) for blend in blends]}, stream, indent=1)
+        stream.write(text)
 
 
 def _changes(before: list[Blend], now: Blend, *, needed: int) -> list[str]:
