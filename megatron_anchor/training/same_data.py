@@ -83,15 +83,20 @@ def _read(datasets: list[Any], config: PackedDatasetConfig) -> _Reading:
         place = f"{dataset.index_split.name} split of {dataset.dataset_path}"
         fields[f"#{number}"] = place
         fields |= {f"{place}: {name}": value for name, value in _flat(dataset.unique_identifiers)}
-    return _Reading(socket.gethostname(), fields, [*_hashes(datasets)])
+    tops = list(_tops(datasets))
+    for blend in tops:
+        if hasattr(blend, "weights"):
+            fields[f"{blend.split.name} blend: weights"] = str(list(blend.weights))
+    return _Reading(socket.gethostname(), fields, [top.unique_description_hash for top in tops])
 
 
-def _hashes(dataset: Any) -> Iterator[str]:
+def _tops(dataset: Any) -> Iterator[Any]:
+    """The packed datasets and blends in lists of them."""
     if isinstance(dataset, list | tuple):
         for one in dataset:
-            yield from _hashes(one)
+            yield from _tops(one)
     elif dataset is not None:
-        yield dataset.unique_description_hash
+        yield dataset
 
 
 def _flat(description: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
