@@ -302,6 +302,64 @@ def skip_batches_of_any_kind() -> None:
     host.dummy_train_step = dummy_train_step
 
 
+def replace_multi_token_loss(
+    attach_loss: Callable[..., Any], *, for_packed: Callable[[Any], bool]
+) -> None:
+    """Let another function attach the loss of multi-token prediction to a model's last states.
+
+    Args:
+        attach_loss: takes ``hidden_states``, ``labels``, ``packed`` and what else Megatron gives.
+        for_packed: whether it is for a micro-batch with these ``packed_seq_params``; else
+            Megatron's own is called.
+    """
+    from megatron.core.models.gpt import gpt_model as host
+
+    original = getattr(host.process_mtp_loss, "original", host.process_mtp_loss)
+
+    @functools.wraps(original)
+    def process_mtp_loss(
+        hidden_states: Any,
+        labels: Any,
+        *,
+        loss_mask: Any = None,
+        packed_seq_params: Any = None,
+        input_ids: Any = None,
+        **others: Any,
+    ) -> Any:
+        if for_packed(packed_seq_params):
+            return attach_loss(hidden_states, labels, packed=packed_seq_params, **others)
+        return original(
+            hidden_states,
+            labels,
+            loss_mask=loss_mask,
+            packed_seq_params=packed_seq_params,
+            input_ids=input_ids,
+            **others,
+        )
+
+    process_mtp_loss.original = original  # type: ignore[attr-defined]
+    host.process_mtp_loss = process_mtp_loss
+
+
+def let_specs_bring_multi_token_layers() -> None:
+    """Take the layers of multi-token prediction from a block spec that has some (``spec.mtp``).
+
+    Megatron's builder of models makes stock layers for it, whatever the other layers are.
+    """
+    from megatron.training.models import gpt as host
+
+    original = getattr(host.mtp_block_spec, "original", host.mtp_block_spec)
+
+    @functools.wraps(original)
+    def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: Any = None) -> Any:
+        if hasattr(transformer_layer_spec, "mtp"):
+            return transformer_layer_spec.mtp
+        return original(config, transformer_layer_spec, vp_stage=vp_stage)
+
+    mtp_block_spec.original = original  # type: ignore[attr-defined]
+    host.mtp_block_spec = mtp_block_spec
+
+
 def mend_help_texts(parser: ArgumentParser) -> None:
     """Escape the stray percent signs in Megatron 0.19.2's help texts, which make --help crash."""
     for action in parser._actions:
