@@ -20,6 +20,7 @@ SECONDS_FOR_THE_REASON = 60
 from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 
 from megatron_anchor import compat  # noqa: E402
+from megatron_anchor.terminal import say_block  # noqa: E402
 
 
 @record
@@ -99,7 +100,7 @@ def _end_with(message: str) -> NoReturn:
     """
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         time.sleep(SECONDS_FOR_THE_REASON)
-    print(message, file=sys.stderr, flush=True)
+    say_block(message, file=sys.stderr)
     raise SystemExit(2)
 
 

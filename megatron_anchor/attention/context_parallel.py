@@ -33,8 +33,8 @@ from megatron_anchor.attention.backends.request import (
 )
 from megatron_anchor.attention.gather import attend_gathered
 from megatron_anchor.attention.packed import AnchorPackedSeqParams
-from megatron_anchor.attention.runs import Window
 from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
+from megatron_anchor.windows import Window
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,15 +20,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_anchor.attention.backends import Layer, bind_backend
 from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSSES
 from megatron_anchor.attention.context_parallel import communication
 from megatron_anchor.attention.fused_rope import rotate_in_one_pass
+from megatron_anchor.attention.layer_window import layer_window
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, require_packed
 from megatron_anchor.attention.position_embedding import refuse_own_positions
 from megatron_anchor.attention.rope import RotarySettings
+from megatron_anchor.attention.sinks import make_sink
 from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 
 
@@ -54,6 +58,8 @@ class AnchorCoreAttention(MegatronModule):
         context_parallel: who communicates, one of `request.CONTEXT_PARALLEL` (bound by the layer
             spec).
         gather_memory: bytes that gathered keys and values may take (bound by the layer spec).
+        anchor_in_window: whether the anchor stays visible where the layer has a window (bound by
+            the layer spec).
         logit_scale: factor of the logits in the place of what the layer gives (bound by the layer
             spec).
     """
@@ -75,6 +81,7 @@ class AnchorCoreAttention(MegatronModule):
         precision: str = "model",
         context_parallel: str = ULYSSES,
         gather_memory: int = GATHER_LIMIT,
+        anchor_in_window: bool = False,
         logit_scale: float | None = None,
     ) -> None:
         super().__init__(config=config)
@@ -113,6 +120,13 @@ class AnchorCoreAttention(MegatronModule):
         )
         assert precision in ("model", "fp32"), precision
         self.precision = precision
+        self.window = layer_window(config, self.layer_number, keeps_anchor=anchor_in_window)
+        self.tp_group = getattr(pg_collection, "tp", None)
+        sink_H = make_sink(config)
+        if isinstance(sink_H, Parameter):
+            self.softmax_offset = sink_H
+        else:
+            self.register_buffer("softmax_offset", sink_H, persistent=False)
 
     def forward(
         self,
@@ -163,6 +177,8 @@ class AnchorCoreAttention(MegatronModule):
                 packed=packed_seq_params,
                 scale=self.scale,
                 dropout=dropout,
+                window=self.window,
+                sink_H=self.softmax_offset,
             )
         return out.flatten(2).to(dtype)
 
@@ -176,8 +192,17 @@ class AnchorCoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Nothing of this module goes into a checkpoint."""
-        return {}
+        """The sinks, sharded as the heads are; nothing else of this module is in a checkpoint."""
+        if not isinstance(self.softmax_offset, Parameter):
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            {"softmax_offset": self.softmax_offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 def _skips_rope(config: TransformerConfig, layer_number: int) -> bool:

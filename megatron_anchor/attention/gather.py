@@ -32,9 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_anchor.attention.runs import Runs, Window, to_device
+from megatron_anchor.attention.runs import Runs, to_device
 from megatron_anchor.context_parallel.sizes import Memory
 from megatron_anchor.context_parallel.split import slots_in_chunks
+from megatron_anchor.windows import Window
 
 
 class RunBatch(NamedTuple):

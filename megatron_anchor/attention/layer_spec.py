@@ -49,6 +49,7 @@ def anchor_block_spec(
     precision: str = "model",
     context_parallel: str = ULYSSES,
     gather_memory: int = GATHER_LIMIT,
+    anchor_in_window: bool = False,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> AnchorBlockSubmodules:
@@ -65,6 +66,7 @@ def anchor_block_spec(
         precision: of the attention core, ``model`` or ``fp32``.
         context_parallel: how ranks communicate, one of `request.CONTEXT_PARALLEL`.
         gather_memory: bytes that gathered keys and values may take.
+        anchor_in_window: whether the anchor stays visible in layers with a window.
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; None means this process' own.
 
@@ -81,6 +83,7 @@ def anchor_block_spec(
             "precision": precision,
             "context_parallel": context_parallel,
             "gather_memory": gather_memory,
+            "anchor_in_window": anchor_in_window,
         },
     )
     host: dict[str, Any] = {
@@ -173,6 +176,7 @@ def layer_spec_provider(
     precision: str = "model",
     context_parallel: str = ULYSSES,
     gather_memory: int = GATHER_LIMIT,
+    anchor_in_window: bool = False,
 ) -> Callable[..., Any]:
     """Wrap `anchor_block_spec` in the signature of ``GPTModelConfig.transformer_layer_spec``."""
     compat.let_specs_bring_multi_token_layers()
@@ -185,6 +189,7 @@ def layer_spec_provider(
             precision=precision,
             context_parallel=context_parallel,
             gather_memory=gather_memory,
+            anchor_in_window=anchor_in_window,
             vp_stage=vp_stage,
         )
 

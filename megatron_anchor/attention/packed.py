@@ -22,7 +22,8 @@ from megatron_anchor.attention.future_tokens import FutureTokens
 from megatron_anchor.attention.gather import GatherPlan, plan_gather
 from megatron_anchor.attention.rope import RotarySettings, cos_and_sin, inverse_frequencies
 from megatron_anchor.attention.router_slots import RouterSlots
-from megatron_anchor.attention.runs import Runs, Window, document_runs
+from megatron_anchor.attention.runs import Runs, document_runs
+from megatron_anchor.windows import Window
 
 
 @dataclass

@@ -32,19 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """A sliding window: a query sees itself and the `size` - 1 slots before it in its document."""
-
-    size: int
-    """Keys that a query sees, its own included (Hugging Face's ``sliding_window``)."""
-    keeps_anchor: bool = False
-    """Whether the document's first slot, its copy of the anchor, stays visible to all its slots."""
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"a window of {self.size} keys: expected 1 or more")
+from megatron_anchor.windows import Window
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.hugging_face_weights import SHARD_BYTES
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.command_line import make_parser
+from megatron_anchor.terminal import say, say_json
 
 _EXAMPLE = """\
   python tools/convert_megatron_to_hf.py --megatron run --out models/Llama-2-7b-64K \\
@@ -93,11 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "like": done.like,
             "notes": done.notes,
         }
-        print(json.dumps(result))
+        say_json(result)
         return 0
     for note in done.notes:
-        print(f"note: {note}")
-    print(
+        say(f"note: {note}")
+    say(
         f"{args.out}: {done.model.family}, {done.tensors} tensors, {done.bytes / 1e9:.2f} GB in "
         f"{len(done.files)} file(s); RoPE base {done.model.rotary_base:g}, "
         f"{done.model.positions} positions, vocabulary {done.model.vocabulary}"

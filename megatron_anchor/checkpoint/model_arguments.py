@@ -76,6 +76,7 @@ REQUIRED = {
     "softmax_scale": Required((None,), "another scale of attention"),
     "softmax_type": Required(("vanilla",), "a sink in attention"),
     "window_size": Required((None,), "sliding windows"),
+    "anchor_in_window": Required((False,), "an anchor that windows keep, as at no inference"),
     "attention_output_gate": Required(_OFF, "a gate behind attention"),
     "multi_latent_attention": Required(_OFF, "multi-latent attention"),
     "experimental_attention_variant": Required((None,), "another attention"),

@@ -8,7 +8,8 @@ finds the same slots:
     chunks       gathered keys and values: the sample is cut into equal chunks, and each of the
                  `parts` (ranks, or groups of ranks) gets as many chunks, chosen for equal work
 
-With causal attention inside documents, a slot's work is its place in its document plus one, so
+With causal attention inside documents, a slot's work is its place in its document plus one (or
+what the layers' windows leave of it), so
 equal pieces are far from equal work: at 131072 slots and SlimPajama's lengths the largest of 32
 contiguous pieces has 4.8 times the mean. Chunks are assigned largest first, each to the part with
 the least work that still has room (Graham's rule with equal counts). Two chunks per part are tried
@@ -25,8 +26,11 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from megatron_anchor.windows import FULL, LayerWindows
 
 CONTIGUOUS, ZIGZAG, CHUNKS = "contiguous", "zigzag", "chunks"
 
@@ -80,22 +84,25 @@ class SlotSplit:
         return part.reshape(inner, -1)[rank % inner]
 
 
-def work_before(slots: np.ndarray, borders: np.ndarray) -> np.ndarray:
+def work_before(
+    slots: np.ndarray, borders: np.ndarray, *, windows: LayerWindows = FULL
+) -> np.ndarray:
     """float64: attention pairs of all queries before each of `slots`.
 
     Args:
         slots: integers from 0 to S.
         borders: integers [segments + 1] from 0 to S; repeated entries are empty segments.
+        windows: of the model's layers.
     """
     borders = np.unique(borders).astype(np.int64)
-    lengths = np.diff(borders).astype(np.float64)
-    whole = np.concatenate(([0.0], np.cumsum(lengths * (lengths + 1) / 2)))
+    whole = np.concatenate(([0.0], np.cumsum(windows.pairs_before(np.diff(borders)))))
     segment = np.searchsorted(borders, slots, side="right") - 1
-    inside = (slots - borders[segment]).astype(np.float64)
-    return whole[segment] + inside * (inside + 1) / 2
+    return whole[segment] + windows.pairs_before(slots - borders[segment])
 
 
-def assign_chunks(borders: np.ndarray, *, sequence_length: int, parts: int) -> np.ndarray:
+def assign_chunks(
+    borders: np.ndarray, *, sequence_length: int, parts: int, windows: LayerWindows = FULL
+) -> np.ndarray:
     """Deal the chunks of a sample to parts with equal slots and nearly equal work.
 
     Args:
@@ -103,6 +110,7 @@ def assign_chunks(borders: np.ndarray, *, sequence_length: int, parts: int) -> n
             S; repeated entries are empty segments.
         sequence_length: S, a multiple of `parts`.
         parts: ranks or groups of ranks.
+        windows: of the model's layers.
 
     Returns:
         int32 [n], the part of each chunk of S / n slots; n is `parts` x one of the divisors of
@@ -114,7 +122,9 @@ def assign_chunks(borders: np.ndarray, *, sequence_length: int, parts: int) -> n
     for chunks in range(1 if share == 1 else 2, MOST_CHUNKS + 1):
         if share % chunks:
             continue
-        work = chunk_work(borders, sequence_length=sequence_length, chunks=parts * chunks)
+        work = chunk_work(
+            borders, sequence_length=sequence_length, chunks=parts * chunks, windows=windows
+        )
         candidate = _largest_first(work, parts=parts)
         found = imbalance(work, candidate, parts=parts)
         if found < best_imbalance:
@@ -129,7 +139,7 @@ CONTEXT_IMBALANCE = "context_imbalance"
 
 
 def split_sample(
-    cu_seqlens: np.ndarray, *, sequence_length: int, parts: int
+    cu_seqlens: np.ndarray, *, sequence_length: int, parts: int, windows: LayerWindows = FULL
 ) -> dict[str, np.ndarray]:
     """Assign the chunks of a sample, in arrays whose shapes do not depend on it.
 
@@ -137,23 +147,27 @@ def split_sample(
         cu_seqlens: see `assign_chunks`.
         sequence_length: S.
         parts: see `assign_chunks`.
+        windows: the same.
 
     Returns:
         part_of_chunk: int32 [parts x MOST_CHUNKS], -1 behind the last chunk; context_imbalance:
         int32 scalar, largest work of a part over the mean, in millionths.
     """
-    part_of_chunk = assign_chunks(cu_seqlens, sequence_length=sequence_length, parts=parts)
-    work = chunk_work(cu_seqlens, sequence_length=sequence_length, chunks=len(part_of_chunk))
+    sizes: dict[str, Any] = {"sequence_length": sequence_length, "windows": windows}
+    part_of_chunk = assign_chunks(cu_seqlens, parts=parts, **sizes)
+    work = chunk_work(cu_seqlens, chunks=len(part_of_chunk), **sizes)
     padded = np.full(parts * MOST_CHUNKS, -1, dtype=np.int32)
     padded[: len(part_of_chunk)] = part_of_chunk
     found = round(imbalance(work, part_of_chunk, parts=parts) * 1e6)
     return {"part_of_chunk": padded, CONTEXT_IMBALANCE: np.array(found, dtype=np.int32)}
 
 
-def chunk_work(borders: np.ndarray, *, sequence_length: int, chunks: int) -> np.ndarray:
+def chunk_work(
+    borders: np.ndarray, *, sequence_length: int, chunks: int, windows: LayerWindows = FULL
+) -> np.ndarray:
     """float64 [chunks]: attention pairs of the queries of each of `chunks` equal chunks."""
     edges = np.arange(chunks + 1) * (sequence_length // chunks)
-    return np.diff(work_before(edges, borders))
+    return np.diff(work_before(edges, borders, windows=windows))
 
 
 def imbalance(work: np.ndarray, part_of_chunk: np.ndarray, *, parts: int) -> float:

@@ -12,7 +12,6 @@ for a tensor factory, 0.6 for `Tensor.to`, nothing for `is_cuda`.
 import importlib
 import importlib.abc
 import importlib.util
-import logging
 import platform
 import sys
 from collections.abc import Callable, Iterable
@@ -24,10 +23,12 @@ from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
+from megatron_anchor.terminal import logger_of
+
 TORCH = "torch>=2.8"
 MEGATRON = "megatron-core>=0.19.2,<0.20"
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER = logger_of(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

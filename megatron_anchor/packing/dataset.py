@@ -44,10 +44,11 @@ from megatron_anchor.packing.index import Pieces, concatenated_pieces
 from megatron_anchor.packing.interleave import interleave
 from megatron_anchor.packing.layout import lay_out
 from megatron_anchor.packing.vocabulary import find_token_outside, ids_are_inside
+from megatron_anchor.terminal import logger_of
 
 __all__ = ["PackedDataset", "PackedDatasetConfig"]
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 PACKING_VERSION = 2
 """Part of every cache key; raised whenever the same settings would give other samples."""
@@ -247,6 +248,7 @@ class PackedDataset(MegatronDataset):
             cu_seqlens,
             sequence_length=self.config.sequence_length,
             parts=self.config.context_parts,
+            windows=self.config.attention_windows,
         )
 
     def _interleaved(self, idx: int, pieces: Pieces) -> np.ndarray | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
 
+from megatron_anchor.command_line import CommandParser
 from megatron_anchor.packing.patterns import PLANNED_PATTERNS
 from megatron_anchor.planner.errors import PlanError
 from megatron_anchor.planner.gpus import GPUS, Gpu, find_gpu
@@ -19,6 +19,7 @@ from megatron_anchor.planner.pictures import draw_plan
 from megatron_anchor.planner.plan import Question, automatic, make_plan
 from megatron_anchor.planner.report import as_json, as_text
 from megatron_anchor.planner.step_time import Efficiency
+from megatron_anchor.terminal import say, say_block, say_json
 
 _EPILOG = f"""\
 models: {", ".join(MODELS)}
@@ -34,7 +35,7 @@ with your own model and corpus, and the layout that you have in mind:
 
 def parser() -> argparse.ArgumentParser:
     """All flags; those of training have the same names and meanings."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description="Plan a run: work, memory, communication, layouts, days, launch command.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -92,18 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         question = question_of(args)
         plan = make_plan(question, only=_layout(args, question))
         if args.json:
-            print(json.dumps(as_json(plan, tokens=args.train_tokens)))
+            say_json(as_json(plan, tokens=args.train_tokens))
             if not plan.choices:
                 raise PlanError(plan.why_nothing())
         else:
-            print(as_text(plan, tokens=args.train_tokens, most=args.top))
+            say_block(as_text(plan, tokens=args.train_tokens, most=args.top))
         if args.png:
             draw_plan(args.png, plan.question)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stdout = None
         return 1
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

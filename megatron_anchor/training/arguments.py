@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
 from megatron_anchor import compat
+from megatron_anchor.attention.layer_window import layer_windows
 from megatron_anchor.context_parallel.split import ZIGZAG
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.context_parallel import resolve as resolve_context_parallel
+from megatron_anchor.windows import LayerWindows
 
 HAVE_A_FLAG = {
     "rope_theta": ("rotary_base", 10000.0),
@@ -105,6 +107,10 @@ class AnchorArguments:
 
     save_last_every: int | None = None
     """Iterations from one checkpoint of --save-last to the next. Default: 10."""
+
+    anchor_in_window: bool = False
+    """Keep the anchor visible to all tokens of a document where --window-size would leave it
+    behind. By default it falls out of the window, as it does at inference."""
 
     attention_precision: Literal["model", "fp32"] = "model"
     """Precision of the attention core: the model's, or float32 from the rotation to the output."""
@@ -207,6 +213,11 @@ def document_alignment(args: Namespace) -> int:
         return args.document_alignment
     split = context_parallel(args).split
     return 2 * split.cp_size if split.kind == ZIGZAG else 1
+
+
+def model_windows(args: Namespace) -> LayerWindows:
+    """The windows of all layers."""
+    return layer_windows(args, layers=args.num_layers, keeps_anchor=args.anchor_in_window)
 
 
 def interleaving(args: Namespace) -> Interleaving | None:

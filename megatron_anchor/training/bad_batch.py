@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_anchor import compat
 from megatron_anchor.packing.dataset import PackedDataset
+from megatron_anchor.terminal import say
 from megatron_anchor.training.bad_batch_files import SampleRecord, write_bad_batch
 from megatron_anchor.training.context_parallel import context_parallel
 
@@ -215,4 +216,4 @@ def _packed(dataset: Any) -> Iterable[PackedDataset]:
 
 
 def _say(*lines: str) -> None:
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    say(*lines, file=sys.stderr)

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from megatron_anchor.context_parallel.split import CONTEXT_IMBALANCE
 from megatron_anchor.packing.balance import IMBALANCE_FIGURES
-from megatron_anchor.packing.statistics import attention_work_share, padding_share
+from megatron_anchor.packing.statistics import attention_work_share
 from megatron_anchor.training import bad_batch
+from megatron_anchor.training.arguments import model_windows
 from megatron_anchor.training.batch import FIGURES, MicroBatch, get_batch
 from megatron_anchor.training.context_parallel import context_parallel
+from megatron_anchor.windows import FULL, LayerWindows
 
 stimer = StragglerDetector()
 
@@ -124,7 +126,8 @@ def loss_function(
     if batch.packed.future is not None:
         report |= _report_depths(batch, args)
     if report_packing:
-        report |= packing_report(batch, seq_length=args.seq_length)
+        windows = model_windows(args)
+        report |= packing_report(batch, seq_length=args.seq_length, windows=windows)
     cp_size = mpu.get_context_parallel_world_size()
     if cp_size > 1 and not args.calculate_per_token_loss:
         dist.all_reduce(targets, group=mpu.get_context_parallel_group())
@@ -150,29 +153,33 @@ def _report_depths(batch: MicroBatch, args: Any) -> dict[str, Tensor]:
     return report
 
 
-def packing_report(batch: MicroBatch, *, seq_length: int) -> dict[str, Tensor]:
+def packing_report(
+    batch: MicroBatch, *, seq_length: int, windows: LayerWindows = FULL
+) -> dict[str, Tensor]:
     """Give the packing figures of a micro-batch as [sum, count] pairs for Megatron's log.
 
     Args:
         batch: the micro-batch.
         seq_length: S.
+        windows: of the model's layers.
 
     Returns:
         Documents per sample and how many of them are cut, share of padding slots, the share of full
-        causal attention's work that the documents leave (sum of l (l + 1) over S (S + 1)), and
+        causal attention's work that documents and windows leave (pairs of query and key), and
         the largest rank's work over the mean: of data-parallel ranks where the batch is balanced,
         before and after, and of context-parallel parts where keys and values are gathered.
     """
-    figures = batch.figures
+    figures, packed = batch.figures, batch.packed
     samples = figures["num_documents"].numel()
+    work = attention_work_share(
+        packed.document_lengths, sequence_length=seq_length, windows=windows
+    )
     # Sums of each sample's share, and not of its work: Megatron adds these up in float32.
     sums = {
         "documents per sample": figures["num_documents"].sum(),
         "cut documents per sample": figures["num_cut"].sum(),
-        "padding share": padding_share(figures["num_padding"], sequence_length=seq_length).sum(),
-        "attention work": attention_work_share(
-            batch.packed.cu_seqlens_q, sequence_length=seq_length
-        ),
+        "padding share": figures["num_padding"].sum() / seq_length,
+        "attention work": torch.full((), work, device=packed.device),
     }
     for name, log_name in IMBALANCES.items():
         if name in figures:

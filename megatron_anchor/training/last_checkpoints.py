@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.training import print_rank_0
 
 from megatron_anchor import compat
+from megatron_anchor.terminal import escaped
 
 DEFAULT_EVERY = 10
 
@@ -93,11 +94,12 @@ class _IsDue:
 
 
 def _announce(steps: tuple[int, ...], folder: str, *, begun_at: int) -> None:
-    print_rank_0(f"> --save-last keeps the checkpoints {' '.join(map(str, steps))} in {folder}")
+    shown = escaped(folder)
+    print_rank_0(f"> --save-last keeps the checkpoints {' '.join(map(str, steps))} in {shown}")
     gone = [s for s in steps if s < begun_at and not Path(folder, f"iter_{s:07d}").is_dir()]
     if gone:
         print_rank_0(
-            f"> warning: the run goes on at iteration {begun_at}, and {folder} has no checkpoint "
+            f"> warning: the run goes on at iteration {begun_at}, and {shown} has no checkpoint "
             f"{' '.join(map(str, gone))}: there will be {len(steps) - len(gone)} of {len(steps)}"
         )
 

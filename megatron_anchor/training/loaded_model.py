@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron.training import get_tokenizer
 
 from megatron_anchor import compat
+from megatron_anchor.terminal import say
 from megatron_anchor.training import resumed_run, saved_checkpoints
 from megatron_anchor.training.command_line import CommandLine
 from megatron_anchor.training.model_fields import may_change, model_fields
@@ -159,4 +160,4 @@ def _is_the_same_anchor(args: Namespace, difference: Difference) -> bool:
 def _say(args: Namespace, message: str) -> None:
     """Print on one rank; torch.distributed is not there yet."""
     if args.rank == 0:
-        print(f"> {message}", flush=True)
+        say(f"> {message}")

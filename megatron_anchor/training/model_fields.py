@@ -21,8 +21,8 @@ NOT_FIELDS = {
     "rotary_seq_len_interpolation_factor seq_length spec squared_relu swiglu "
     "untie_embeddings_and_output_weights use_rope_scaling",
     "precision of the weights": "bf16 fp16",
-    "megatron_anchor's own; the rest of these describe samples or the run": "anchor_position "
-    "anchor_token attention_pattern attention_precision rope_angle_dtype rope_parameters",
+    "megatron_anchor's own; the rest of these describe samples or the run": "anchor_in_window "
+    "anchor_position anchor_token attention_pattern attention_precision rope_angle_dtype rope_parameters",
 }
 """Arguments that describe the model and are no fields of the host's transformer configs."""
 
@@ -75,7 +75,7 @@ MAY_CHANGE = {
     "the context's length": "max_position_embeddings seq_length",
     "rotary positions": "rope_angle_dtype rope_parameters rope_scaling_factor rotary_base "
     "rotary_seq_len_interpolation_factor use_rope_scaling",
-    "what a token sees": "anchor_position anchor_token attention_pattern",
+    "what a token sees": "anchor_in_window anchor_position anchor_token attention_pattern",
     "dropout": "attention_dropout hidden_dropout",
     "precision": "apply_query_key_layer_scaling attention_precision attention_softmax_in_fp32 bf16 "
     "first_last_layers_bf16 fp16 fp32_residual_connection fp4 fp4_param fp4_quantizer_factory "
@@ -107,6 +107,7 @@ ONLY_WITH = {
     "fp8_": "fp8",
     "fp4_": "fp4",
     "window_attn_skip_freq": "window_size",
+    "anchor_in_window": "window_size",
     "kv_lora_rank": "multi_latent_attention",
     "mscale": "multi_latent_attention",
     "q_lora_rank": "multi_latent_attention",

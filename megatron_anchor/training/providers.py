@@ -23,6 +23,7 @@ from megatron_anchor.training import anchor_copies, bad_batch
 from megatron_anchor.training.arguments import (
     document_alignment,
     interleaving,
+    model_windows,
     rope_scaling,
     rotary_base,
     rotary_percent,
@@ -106,6 +107,7 @@ def model_config(args: Namespace) -> Any:
         precision=args.attention_precision,
         context_parallel=split.kind,
         gather_memory=gather_memory_limit(args),
+        anchor_in_window=args.anchor_in_window,
     )
     return config
 
@@ -149,6 +151,7 @@ def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
         domain_tags=args.domain_tags,
         domain_tag_format=args.domain_tag_format,
         interleaving=interleaving(args),
+        attention_windows=model_windows(args),
         context_parts=context_parallel(args).split.parts,
         pad_token_id=pad if pad is not None and pad < tokenizer.vocab_size else 0,
         vocab_size=tokenizer.vocab_size,

@@ -19,6 +19,7 @@ from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.attention.router import unsupported_reasons
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
+from megatron_anchor.terminal import say
 from megatron_anchor.training import (
     data_arguments,
     host_flags,
@@ -29,6 +30,7 @@ from megatron_anchor.training import (
 from megatron_anchor.training.arguments import (
     document_alignment,
     interleaving,
+    model_windows,
     rope_scaling,
     rotary_base,
     rotary_percent,
@@ -36,6 +38,7 @@ from megatron_anchor.training.arguments import (
 )
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.context_parallel import refusals as context_refusals
+from megatron_anchor.windows import FULL
 
 
 def refusals(args: Namespace) -> list[str]:
@@ -75,7 +78,7 @@ def require_supported(args: Namespace) -> None:
 def _say_what_has_no_effect(args: Namespace) -> None:
     found = host_flags.without_effect(args)
     if found and args.rank == 0:
-        print("> these arguments have no effect here:", *found, sep="\n>   ", flush=True)
+        say("> these arguments have no effect here:", *(f">   {reason}" for reason in found))
 
 
 def attention_request(args: Namespace) -> AttentionRequest:
@@ -89,6 +92,9 @@ def attention_request(args: Namespace) -> AttentionRequest:
     return AttentionRequest(
         head_dim=head_dim(args),
         dtype=dtype,
+        window=_has_windows(args),
+        anchor_in_window=args.anchor_in_window and _has_windows(args),
+        sink=args.softmax_type != "vanilla",
         query_heads=max(1, args.num_attention_heads // tp),
         kv_heads=max(1, _query_groups(args) // tp),
         document_alignment=document_alignment(args),
@@ -101,6 +107,10 @@ def attention_request(args: Namespace) -> AttentionRequest:
         deterministic=args.deterministic_mode,
         hardware=this_hardware(),
     )
+
+
+def _has_windows(args: Namespace) -> bool:
+    return bool(args.window_size) and model_windows(args) != FULL
 
 
 def head_dim(args: Namespace) -> int:
@@ -210,6 +220,28 @@ def _query_groups(args: Namespace) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
 
 
+def _windows(args: Namespace) -> Iterator[str]:
+    size, frequency = args.window_size, args.window_attn_skip_freq
+    if not size:
+        if frequency is not None:
+            yield "--window-attn-skip-freq has no effect without --window-size"
+        if args.anchor_in_window:
+            yield "--anchor-in-window has no effect without --window-size"
+        return
+    if len(size) != 2 or size[0] < -1 or size[1] not in (0, -1):
+        yield (
+            f"--window-size {','.join(map(str, size))}: expected W-1,0 for a causal window of W "
+            "keys, the query's own included"
+        )
+    if isinstance(frequency, list) and args.num_layers and len(frequency) != args.num_layers:
+        yield (
+            f"--window-attn-skip-freq {frequency}: {len(frequency)} entries for --num-layers "
+            f"{args.num_layers}; give one per layer"
+        )
+    if args.anchor_in_window and args.attention_pattern != "anchor":
+        yield f"--anchor-in-window is for --attention-pattern anchor, got {args.attention_pattern}"
+
+
 def _gather_memory(args: Namespace) -> Iterator[str]:
     limit = args.kv_gather_memory_mib
     if limit is None or next(_shape(args), None) or next(context_refusals(args), None):
@@ -235,7 +267,8 @@ def gather_memory(args: Namespace) -> Memory:
 
 
 def _backend(args: Namespace) -> Iterator[str]:
-    if next(_shape(args), None) or next(context_refusals(args), None):
+    rules = (_shape, context_refusals, _windows)
+    if any(next(rule(args), None) for rule in rules):
         return
     try:
         choose_backend(args.anchor_attention_backend, attention_request(args))
@@ -338,6 +371,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _shape,
     _divisibility,
     context_refusals,
+    _windows,
     _gather_memory,
     _backend,
     _host_features,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_anchor.attention.backends import sdpa
 from megatron_anchor.attention.context_parallel import Communication
 from megatron_anchor.attention.packed import pack_micro_batch
-from megatron_anchor.attention.runs import Window
 from megatron_anchor.context_parallel.split import assign_chunks, slots_in_chunks
+from megatron_anchor.windows import Window
 from tests.distributed.ranks import run_ranks
 
 D, E = 8, 12

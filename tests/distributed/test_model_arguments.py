@@ -8,6 +8,8 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 
 import pytest
 import torch
@@ -116,6 +118,7 @@ def differences():
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
+    os.chdir(tempfile.mkdtemp())  # one field is a folder that Megatron writes to
     logging.disable(logging.WARNING)
     dist.init_process_group(backend="gloo")
     mpu.initialize_model_parallel()

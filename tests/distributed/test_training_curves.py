@@ -143,6 +143,41 @@ def test_experts_and_qk_norm_continue_the_curve_too(one_process, tmp_path, kind,
         assert worst_difference({scalar: first}, expected, scalar) <= 1e-5, scalar
 
 
+WINDOWS = "--calculate-per-token-loss --window-size 5,0 --window-attn-skip-freq 3 "
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+        (4, f"{LAYOUTS['PP2 interleaved'][1]} --context-parallel-size 2 --cp-comm-type gather"),
+        (
+            4,
+            "--context-parallel-size 4 --cp-comm-type a2a+gather --recompute-granularity selective",
+        ),
+        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_windows_and_sinks_continue_the_curve_too(one_process, tmp_path, ranks, layout):
+    """Learnable sinks in a checkpoint, resumed at another layout; the anchor out of the window."""
+    common, expected = one_process(f"{WINDOWS} --softmax-type learnable")
+    curve = pretrain(ranks, f"{common} {layout}", tensorboard=tmp_path)
+    assert len(curve["lm loss"]) == LAST - FIRST
+    for scalar in ("lm loss", "grad-norm", "attention work"):
+        assert worst_difference(curve, expected, scalar) <= 1e-5
+
+
+def test_an_anchor_in_the_window_changes_the_curve_and_no_layout_does(one_process, tmp_path):
+    common, expected = one_process(f"{WINDOWS} --softmax-type off-by-one --anchor-in-window")
+    layout = "--context-parallel-size 2 --cp-comm-type gather"
+    curve = pretrain(2, f"{common} {layout}", tensorboard=tmp_path / "gather")
+    for scalar in ("lm loss", "grad-norm"):
+        assert worst_difference(curve, expected, scalar) <= 1e-5
+    strict = common.replace("--anchor-in-window", "")
+    other = pretrain(1, strict, tensorboard=tmp_path / "strict")
+    assert worst_difference(other, expected, "lm loss") > 1e-3
+
+
 def test_bfloat16_begins_with_the_same_loss_and_stays_near(one_process, tmp_path):
     """The forward pass has the same bits; only the order of gradient sums differs."""
     common, expected = one_process("--calculate-per-token-loss --bf16")

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_anchor.attention.backends import flex, sdpa
-from megatron_anchor.attention.runs import Runs, Window, document_runs
+from megatron_anchor.attention.runs import Runs, document_runs
+from megatron_anchor.windows import Window
 from tests.oracle import dense_attention, gradients
 
 H, D, E = 4, 16, 16

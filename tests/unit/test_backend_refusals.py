@@ -26,7 +26,7 @@ def flash_2(version):
 
 
 def request(capability=H100, packages=None, **kwargs):
-    names = ("torch_varlen", "te_is_deterministic", "cudnn")
+    names = ("torch_varlen", "torch_varlen_windows", "te_is_deterministic", "cudnn")
     machine = {name: kwargs.pop(name) for name in names if name in kwargs}
     hardware = Hardware(capability=capability, packages=packages or {}, **machine)
     return AttentionRequest(
@@ -78,7 +78,11 @@ SERVED = {
         request(A100, FA2, dropout=0.1),
         request(H100, FA3, head_dim=256),
         request(B200, FA4),
-        request(B200, FA4 | FA2, head_dim=256),
+        request(B200, FA4, head_dim=256),
+        request(B200, FA4, head_dim=192, value_dim=128),
+        request((12, 0), FA4, window=True),
+        request(H100, FA4, head_dim=256, sink=True, window=True),
+        request(H100, FA3, sink=True, window=True, anchor_in_window=True),
         request(H100, FA3, deterministic=True),
     ],
     "varlen": [request(A100), request(H100, head_dim=64), request(B200, dtype=torch.float16)],
@@ -120,9 +124,27 @@ REFUSED = [
     ("flash", request(H100, FA3, dtype=torch.float32), "for bfloat16 and float16"),
     (
         "flash",
-        request(B200, FA4, head_dim=256),
-        "FlashAttention 4 is for head dimensions up to 128",
+        request(B200, FA4, head_dim=192),
+        "FlashAttention 4 is for head dimensions up to 128 that are multiples of 8, got 192",
     ),
+    ("flash", request(H100, FA3, head_dim=192, value_dim=100), "multiples of 8, got 192x100"),
+    ("flash", request((12, 0), FA4, deterministic=True), "no deterministic backward pass .* sm120"),
+    ("flash", request((12, 0), FA4, sink=True), "FlashAttention 4 has no sinks on sm120"),
+    ("flash", request(B200, FA4, sink=True, head_dim=256), "has no sinks on sm100 at this head"),
+    ("flash", request(B200, FA4, window=True, anchor_in_window=True), "cannot keep the anchor"),
+    ("flash", request(A100, flash_2("2.2.0"), window=True), "sliding windows from 2.3.0 on"),
+    (
+        "flash",
+        request(A100, flash_2("2.6.3"), sink=True),
+        "sinks and .* from 2.7.3 on",
+    ),
+    ("flash", request(A100, FA2, sink=True, dropout=0.1), "--attention-dropout 0.1 with a window"),
+    ("varlen", request(window=True, torch_varlen_windows=False), "no sliding windows; upgrade"),
+    ("sdpa", request(None, window=True, dropout=0.1), "--attention-dropout 0.1 with a window"),
+    ("te", request(H100, TE, sink=True), "--softmax-type: .* sinks of its own"),
+    ("te", request(H100, TE, window=True, anchor_in_window=True), "--anchor-in-window: its"),
+    ("te", request(H100, TE, window=True, **te_cp("p2p")), "ring has no sliding windows"),
+    ("te", request(H100, TE, head_dim=192, value_dim=128), "keys of 192 and values of 128"),
     ("flash", request(H100, FA3, dropout=0.1), "FlashAttention 3 has no dropout, got"),
     ("flash", request(H100, FA3, head_dim=256, deterministic=True), "no deterministic backward"),
     ("flash", request(H100, FA3, **te_cp("p2p")), "--cp-comm-type p2p needs"),

@@ -64,6 +64,7 @@ def test_all_our_flags_are_these(parse):
         "allow_model_change",
         "save_last",
         "save_last_every",
+        "anchor_in_window",
         "attention_precision",
         "anchor_attention_backend",
         "anchor_context_parallel",
@@ -155,7 +156,7 @@ REFUSED = {
     "--mtp-num-layers 1": "--mtp-num-layers 1: multi-token prediction",
     "--reset-position-ids": "use --attention-pattern intra-document-reset",
     "--mock-data": "--mock-data: packing needs real documents",
-    "--softmax-type learnable": "--softmax-type learnable: the kernels have no sink",
+    "--softmax-type learnable": "--attention-dropout 0.1 with a window or a sink: set it to 0",
     "--document-alignment 3": "--document-alignment 3: --seq-length 64 must be a multiple",
     "--document-alignment 0": "--document-alignment 0",
     "--anchor-token first": "--anchor-token first: expected bos, eos or a token id",
@@ -195,7 +196,13 @@ REFUSED = {
     "--num-experts 4 --moe-router-load-balancing-type quantile_balancing": "its quantiles would "
     "count padding and copies",
     "--num-experts 4 --mlp-chunks-for-training 2": "--mlp-chunks-for-training 2: Megatron does not",
-    "--window-size 128,0": "sliding-window attention is not implemented",
+    "--window-size 7,0": "--attention-dropout 0.1 with a window or a sink: set it to 0",
+    "--window-size 7,7": "--window-size 7,7: expected W-1,0 for a causal window",
+    "--window-attn-skip-freq 2": "--window-attn-skip-freq has no effect without --window-size",
+    "--anchor-in-window": "--anchor-in-window has no effect without --window-size",
+    "--window-size 7,0 --anchor-in-window --attention-pattern full": "is for --attention-pattern "
+    "anchor, got full",
+    "--window-size 7,0 --window-attn-skip-freq [0,1,1]": "3 entries for --num-layers 2",
 }
 
 

@@ -20,7 +20,7 @@ from megatron_anchor.attention.backends.request import (
     AttentionRequest,
     needs_device,
     needs_no_dropout,
-    needs_ulysses,
+    needs_our_communication,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def why_not(request: AttentionRequest) -> str | None:
             f"FlexAttention is for head dimensions from {SMALLEST_HEAD_DIM} to {LARGEST_HEAD_DIM}, "
             f"got {request.head_dim} (--kv-channels); use --anchor-attention-backend sdpa"
         )
-    return needs_ulysses(request) or needs_no_dropout(request)
+    return needs_our_communication(request) or needs_no_dropout(request)
 
 
 def attend(

@@ -12,16 +12,20 @@ d sink = -sum exp(sink - lse) rowsum(dout x out).
 Differentiating the formula above would not do: kernels give no gradient of their log-sum-exp, and
 autograd takes that for zero without a word.
 
-Legend: L queries, K keys of a set, H heads, D and E head dims of keys and values.
+Legend: L queries, K keys of a set, T queries and K keys of all runs, R runs, H query heads, G key/
+value heads, D and E head dims of keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_anchor.attention.runs import Runs, to_device
 
 
 class LseKernel(Protocol):
@@ -63,6 +67,80 @@ def merged_attention(
     tensors = [tensor for k, v, _ in sets for tensor in (k, v)]
     out: Tensor = _Merged.apply(kernels, q_LHD, sink_H, *tensors)
     return out
+
+
+def attend_with_lse(
+    q_THD: Tensor,
+    k_KGD: Tensor,
+    v_KGE: Tensor,
+    runs: Runs,
+    kernel: LseKernel,
+    *,
+    scale: float,
+    sink_H: Tensor | None,
+) -> Tensor:
+    """Attend as `backends.Attend` says, by a kernel of all runs that knows their window alone.
+
+    Where the anchor stays in the window, a run's first key is a set of its own, for the queries
+    that the window has left it behind of.
+    """
+    sets: list[tuple[Tensor, Tensor, LseKernel]]
+    sets = [(k_KGD.contiguous(), v_KGE.contiguous(), kernel)]
+    if runs.window is not None and runs.window.keeps_anchor:
+        first_R = runs.cached("first keys", lambda: runs.cu_k[: len(runs.k_lengths)].long())
+        k_RGD, v_RGE = (x.index_select(0, first_R) for x in (k_KGD, v_KGE))
+        sets.append((k_RGD, v_RGE, AnchorKey(runs, scale)))
+    return merged_attention(q_THD.contiguous(), sets, sink_H=sink_H)
+
+
+@dataclass(frozen=True)
+class AnchorKey:
+    """One key per run, seen by the queries that are further than the window from it."""
+
+    runs: Runs
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the values [T, H, E] of the anchors and their logits [T, H]; k, v are [R, G, D]."""
+        k_THD, v_THE = self._spread(k, q), self._spread(v, q)
+        return v_THE, self._logits(q, k_THD)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Give dq [T, H, D], dk and dv [R, G, D] for this output and log-sum-exp."""
+        k_THD, v_THE = self._spread(k, q), self._spread(v, q)
+        weight_TH = torch.exp(self._logits(q, k_THD) - lse)
+        wide = dout.to(lse.dtype)
+        gain_TH = (wide * (v_THE - out).to(lse.dtype)).sum(-1)
+        dlogit_TH1 = (weight_TH * gain_TH * self.scale)[..., None]
+        dk = self._gather(dlogit_TH1 * q, k)
+        dv = self._gather(weight_TH[..., None] * wide, v)
+        return (dlogit_TH1 * k_THD).to(q.dtype), dk, dv
+
+    def _logits(self, q: Tensor, k_THD: Tensor) -> Tensor:
+        assert self.runs.window is not None
+        wide = torch.promote_types(q.dtype, torch.float32)
+        logit_TH = (q.to(wide) * k_THD).sum(-1) * self.scale
+        inside_T = self.runs.q_places() < self.runs.window.size
+        return logit_TH.masked_fill(inside_T[:, None], -torch.inf)
+
+    def _run_of_query(self) -> Tensor:
+        runs = self.runs
+        lengths = to_device(runs.q_lengths, runs.device)
+        return runs.cached(
+            "run of query", lambda: torch.repeat_interleave(lengths, output_size=runs.num_queries)
+        )
+
+    def _spread(self, x_RGD: Tensor, q_THD: Tensor) -> Tensor:
+        copies = q_THD.shape[1] // x_RGD.shape[1]
+        return x_RGD.repeat_interleave(copies, dim=1).index_select(0, self._run_of_query())
+
+    def _gather(self, grad_THD: Tensor, like_RGD: Tensor) -> Tensor:
+        total = grad_THD.new_zeros(len(like_RGD), *grad_THD.shape[1:])
+        total.index_add_(0, self._run_of_query(), grad_THD)
+        copies = grad_THD.shape[1] // like_RGD.shape[1]
+        return total.unflatten(1, (-1, copies)).sum(2).to(like_RGD.dtype)
 
 
 class _Merged(torch.autograd.Function):

@@ -7,6 +7,7 @@ each reason is tested without the machine that it is about.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class Hardware:
     """Version of each of `PACKAGES` that is installed."""
     torch_varlen: bool = True
     """Whether torch has ``torch.nn.attention.varlen``."""
+    torch_varlen_windows: bool = True
+    """Whether it takes sliding windows."""
     cudnn: int = 92000
     """Version of cuDNN as it reports it, 9.20.0 being 92000; of no meaning on a CPU."""
     te_is_deterministic: bool = True
@@ -58,6 +61,7 @@ def this_hardware() -> Hardware:
         capability=capability,
         packages={name: found for name in PACKAGES if (found := _version(name))},
         torch_varlen=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
+        torch_varlen_windows=_torch_varlen_windows(),
         cudnn=0 if capability is None else _cudnn_version(),
         te_is_deterministic=os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0",
     )
@@ -69,6 +73,14 @@ def _capability() -> tuple[int, int] | None:
         return None
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.cuda.get_device_capability(local_rank % torch.cuda.device_count())
+
+
+def _torch_varlen_windows() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 def _cudnn_version() -> int:
@@ -92,6 +104,14 @@ class AttentionRequest:
     """Query heads of one tensor-parallel rank."""
     kv_heads: int = 1
     """Key/value heads of one tensor-parallel rank."""
+    value_dim: int | None = None
+    """Head dimension of the values, None where it is `head_dim`."""
+    window: bool = False
+    """Whether some layer has a sliding window."""
+    anchor_in_window: bool = False
+    """Whether the anchor stays visible in such layers."""
+    sink: bool = False
+    """Whether heads have a sink, fixed or learnable."""
     document_alignment: int = 1
     """Slots of every document are a multiple of it."""
     context_parallel_size: int = 1
@@ -108,6 +128,11 @@ class AttentionRequest:
     hardware: Hardware = Hardware()
 
     @property
+    def value_width(self) -> int:
+        """Head dimension of the values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def te_context_parallel(self) -> bool:
         """Whether Transformer Engine splits the documents over ranks."""
         return bool(self.context_parallel_kinds) and self.context_parallel == TRANSFORMER_ENGINE
@@ -118,7 +143,7 @@ class AttentionRequest:
         return self.context_parallel in (GATHER, ULYSSES_GATHER) and self.context_parallel_size > 1
 
 
-def needs_ulysses(request: AttentionRequest) -> str | None:
+def needs_our_communication(request: AttentionRequest) -> str | None:
     """Refuse the context parallelism that needs a kernel with its own communication."""
     foreign = [kind for kind in request.context_parallel_kinds if kind not in OURS]
     if foreign:
@@ -164,10 +189,11 @@ def needs_device(request: AttentionRequest, *, capability: tuple[int, int]) -> s
 
 def needs_head_dim(request: AttentionRequest, *, largest: int, multiple: int) -> str | None:
     """Refuse head dimensions that the kernels were not built for."""
-    if request.head_dim > largest or request.head_dim % multiple:
+    widths = dict.fromkeys((request.head_dim, request.value_width))
+    if any(width > largest or width % multiple for width in widths):
         return (
             f"its kernels are for head dimensions up to {largest} that are multiples of "
-            f"{multiple}, got {request.head_dim} (--kv-channels); use "
+            f"{multiple}, got {'x'.join(map(str, widths))} (--kv-channels); use "
             "--anchor-attention-backend sdpa"
         )
     return None

@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_anchor.attention.backends.merged import merged_attention
-from megatron_anchor.attention.backends.request import AttentionRequest, needs_ulysses
+from megatron_anchor.attention.backends.request import AttentionRequest, needs_our_communication
 from megatron_anchor.attention.backends.sdpa_lse import SdpaLse
+from megatron_anchor.attention.backends.widths import equal_widths
 from megatron_anchor.attention.heads import repeat_heads
 from megatron_anchor.attention.runs import Runs, to_device
 
@@ -39,8 +40,10 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
 
 
 def why_not(request: AttentionRequest) -> str | None:
-    """Refuse the context-parallel kinds that need a kernel with its own communication."""
-    return needs_ulysses(request)
+    """Give the reason why it cannot serve, or None."""
+    if request.dropout and (request.window or request.sink):
+        return f"--attention-dropout {request.dropout:g} with a window or a sink: set it to 0"
+    return needs_our_communication(request)
 
 
 def attend(
@@ -69,7 +72,7 @@ def attend(
         [T, H, E] in the dtype of ``q_THD``.
     """
     width = v_KGE.shape[-1]
-    q_THD, k_KGD, v_KGE = _equal_widths(q_THD, k_KGD, v_KGE)
+    q_THD, k_KGD, v_KGE = equal_widths(q_THD, k_KGD, v_KGE)
     copies = q_THD.shape[1] // k_KGD.shape[1]
     k_KHD, v_KHD = repeat_heads(k_KGD, copies=copies), repeat_heads(v_KGE, copies=copies)
     plan: _Plan = runs.cached("sdpa", lambda: _plan(runs))
@@ -83,12 +86,6 @@ def attend(
         for call, q, k, v in zip(plan.calls, q_rows, k_rows, v_rows, strict=True)
     ]
     return _rows(torch.cat(outputs), plan.back)[..., :width]
-
-
-def _equal_widths(*tensors: Tensor) -> list[Tensor]:
-    """Fill up with zeros: the fused kernels take one head dim for queries, keys and values."""
-    width = max(x.shape[-1] for x in tensors)
-    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 class _Call(NamedTuple):

@@ -65,7 +65,8 @@ class TransformerEngineKernel:
         """
         assert scale == self._layer.scale
         assert runs.whole_documents
-        assert runs.window is None
+        # Its window is the config's, of this layer's number.
+        assert runs.window is None or not runs.window.keeps_anchor
         assert sink_H is None
         module = self._module(q_THD.shape[1], k_TGD.shape[1])
         module.train(dropout == self._layer.config.attention_dropout)

@@ -13,7 +13,7 @@ CARRIED: dict[str, str] = {
         no_rope_freq max_position_embeddings kv_channels num_attention_heads group_query_attention
         num_query_groups attention_dropout context_parallel_size cp_comm_type
         hierarchical_context_parallel_sizes attention_backend flash_attention_version
-        deterministic_mode
+        deterministic_mode window_size window_attn_skip_freq softmax_type
     """,
     "this package: packed datasets, through Megatron's dataset builder": """
         data_path split train_data_path valid_data_path test_data_path data_args_path

@@ -30,10 +30,7 @@ REFUSED: dict[str, str] = {
     "model with Megatron's own pretrain_gpt.py",
     "linear_attention_freq": "linear-attention layers are not built here, but checkpoints would be "
     "written as if they were; leave it out",
-    "window_size": "sliding-window attention is not implemented; leave it out, or train such a "
-    "model with Megatron's own pretrain_gpt.py",
     "use_kitchen_attention": "it would replace this package's attention; leave it out",
-    "softmax_type": "the kernels have no sink logit; use --softmax-type vanilla",
     "qk_clip": "the kernels do not report logits; leave it out",
     "log_max_attention_logit": "the kernels do not report logits; leave it out",
     "batch_invariant_mode": "it pins the kernels of Megatron's own attention, which is not called "

@@ -29,7 +29,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "packed datasets read no object stores": "object_storage_cache_path",
     "the block spec used here builds dense MLPs without it": "use_grouped_gemm_for_dense_mlp",
     # Settings of something that is refused, or is not built here.
-    "read with --window-size only, which is refused": "window_attn_skip_freq",
     "read with --qk-clip only, which is refused": "qk_clip_alpha qk_clip_threshold",
     "read with --multi-latent-attention only, which is refused": """
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents
