@@ -30,7 +30,8 @@ from megatron_anchor.training.arguments import (
 )
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.data_arguments import evaluates
-from megatron_anchor.training.validation import attention_request, gather_memory, head_dim
+from megatron_anchor.training.latent_rules import is_latent
+from megatron_anchor.training.validation import attention_request, gather_memory, rotary_dim
 
 
 def anchor_token_id(args: Namespace, tokenizer: Any) -> int:
@@ -73,10 +74,10 @@ def token_id(tokenizer: Any, *names: str) -> int | None:
 def rotary_settings(args: Namespace) -> RotarySettings:
     """Read the rotation's settings from Megatron's arguments."""
     return RotarySettings(
-        head_dim=head_dim(args),
+        head_dim=rotary_dim(args),
         base=rotary_base(args),
         fraction=rotary_percent(args),
-        interleaved=args.rotary_interleaved,
+        interleaved=args.rotary_interleaved or is_latent(args),
         scaling=rope_scaling(args),
         max_position_embeddings=args.max_position_embeddings,
         angle_dtype=args.rope_angle_dtype,
