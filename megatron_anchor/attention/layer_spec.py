@@ -73,6 +73,9 @@ def anchor_block_spec(
     Returns:
         Spec whose layers all hold `AnchorCoreAttention`, and `AnchorRouter` where they have
         experts; where the config has ``mtp_num_layers``, its ``mtp`` too.
+
+    Raises:
+        ValueError: the rotation is not the one that multi-latent attention has.
     """
     own = _OwnParts(
         config=config,
@@ -131,6 +134,12 @@ class _OwnParts:
 
     def _put_latent_attention_into(self, attention: ModuleSpec) -> None:
         config: Any = self.config
+        if self.rotary.rotated_dim != config.qk_pos_emb_head_dim or not self.rotary.interleaved:
+            raise ValueError(
+                f"multi-latent attention rotates {config.qk_pos_emb_head_dim} dimensions of a head "
+                f"in neighbouring pairs, got {self.rotary}: pass "
+                f"RotarySettings(head_dim={config.qk_pos_emb_head_dim}, interleaved=True, ...)"
+            )
         width = config.qk_head_dim + config.qk_pos_emb_head_dim
         attention.module = LATENT_ATTENTION[attention.module]
         attention.params = {

@@ -66,8 +66,6 @@ def refusals(args: Namespace) -> Iterator[str]:
 
 def _positions(args: Namespace) -> Iterator[str]:
     latent = "--multi-latent-attention"
-    if args.rope_type not in (None, "rope", "yarn"):
-        yield f"--rope-type {args.rope_type}: expected rope or yarn"
     if args.rope_type == "rope" and args.rotary_scaling_factor != 1:
         yield (
             f"--rotary-scaling-factor {args.rotary_scaling_factor:g} is yarn's, and --rope-type "

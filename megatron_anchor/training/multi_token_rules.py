@@ -53,7 +53,7 @@ def _recomputation(args: Namespace, flag: str) -> Iterator[str]:
 
 
 def _unequal_layers(args: Namespace, flag: str) -> Iterator[str]:
-    """Megatron numbers these layers from 1, and would give them what the model's first ones have."""
+    """Megatron numbers these layers from 1, and would give them what the model's first have."""
     for name in ("no_rope_freq", "window_attn_skip_freq"):
         frequency: Any = getattr(args, name)
         listed = frequency if isinstance(frequency, list) else [frequency]

@@ -71,12 +71,14 @@ def of_slots(depth: Any, row: int) -> list[tuple[int, int, bool, bool]]:
 def test_a_slot_predicts_what_is_so_many_tokens_further_in_its_document(corpus, data) -> None:
     sequence_length, documents = corpus
     unit = data.draw(st.sampled_from([n for n in (1, 2, 4) if sequence_length % n == 0]))
+    pattern = data.draw(st.sampled_from(PATTERNS))
+    chunks = data.draw(st.sampled_from([None, Interleaving(min_chunk_length=1)]))
     setting = {
         "packing": data.draw(st.sampled_from(["concat", "best-fit"])),
-        "attention_pattern": data.draw(st.sampled_from(PATTERNS)),
+        "attention_pattern": pattern,
         "document_alignment": unit,
         "first_token_loss": data.draw(st.booleans()),
-        "interleaving": data.draw(st.sampled_from([None, Interleaving(min_chunk_length=1)])),
+        "interleaving": None if pattern == "intra-document-reset" else chunks,
     }
     samples = read(documents, sequence_length=sequence_length, **setting)
     if not samples:
