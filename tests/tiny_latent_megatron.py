@@ -7,7 +7,7 @@ import torch
 from tests import tiny_latent, tiny_moe
 from tests.tiny_latent import Case
 from tests.tiny_moe import S
-from tests.tiny_moe_megatron import load
+from tests.tiny_moe_megatron import global_name, load
 
 
 def config_of(case: Case, layout, *, per_token):
@@ -131,5 +131,30 @@ def build_chunks(case: Case, layout, weights, biases, *, per_token=True, kind="u
             vp_stage=stage,
         )
         load(model, weights, biases)
+        if layout.get("whole_down_projections"):
+            _make_down_projections_whole(model, weights)
         chunks.append(model)
     return chunks
+
+
+DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
+class WholeProjection(torch.nn.Module):
+    """What Transformer Engine's layers have there: all of the weight on every rank."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone())
+        self.weight.sequence_parallel = True  # each rank's slots give a part of its gradient
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden, self.weight), None
+
+
+def _make_down_projections_whole(model, weights):
+    for name, module in list(model.named_modules()):
+        for own in DOWN:
+            if hasattr(module, own):
+                weight = weights[global_name(model, f"{name}.{own}.weight")]
+                setattr(module, own, WholeProjection(weight))

@@ -62,6 +62,10 @@ LAYOUTS = {
             "config": {**SELECTIVE, "recompute_modules": ["mla_up_proj"]},
         },
     ),
+    "TP2 SP CP2, whole down projections on every rank": (
+        V3,
+        {"tp": 2, "sp": True, "cp": 2, "whole_down_projections": True},
+    ),
     "PP2 interleaved, CP2": (V3, {"pp": 2, "vpp": 2, "cp": 2}),
     "CP4 as 2 x 2, full recompute": (REPEATED, {"cp": 4, "keys": 2, "config": FULL}),
     "CP2 EP2 DP2, micro-batch 2": (V3, {"cp": 2, "ep": 2, "dp": 2, "micro_batch": 2}),
@@ -242,21 +246,18 @@ def train_one_batch(name, per_token, truth):
         for local, parameter in chunk.module.named_parameters():
             full = global_name(chunk.module, local)
             largest = float(want[full].abs().max()) or 1.0  # 0 for an expert without tokens
-            expected = share(local, want[full])
+            whole = layout.get("whole_down_projections") and "_down_proj" in local
+            expected = want[full] if whole else share(local, want[full])
             worst[full] = float((parameter.main_grad - expected).abs().max()) / largest
     get_moe_metrics_tracker().clear()
     mpu.destroy_model_parallel()
-    first = mpu_is_first_of_tensor_parallel(layout)
     return {
         "gradients": worst,
         "logits": (worst_logit, len(seen)),
         "counts": counted,
-        "reports": reports if first else [],
+        # Tensor-parallel ranks, which are neighbours, report the same.
+        "reports": reports if dist.get_rank() % layout.get("tp", 1) == 0 else [],
     }
-
-
-def mpu_is_first_of_tensor_parallel(layout):
-    return dist.get_rank() % layout.get("tp", 1) == 0
 
 
 def logit_difference(number, slots, logits_sV, expected):
@@ -462,6 +463,51 @@ def test_a_wrong_rotation_or_scale_would_be_noticed(control, truth):
     (found,) = run_ranks(logits_with, 1, control, pickle.dumps((weights, biases)))
     difference = float((found[: len(logits[3])] - logits[3]).abs().max())
     assert difference <= 1e-5 if control == "nothing" else difference > 0.1
+
+
+def dtypes_at_the_kernel(precision, pickled):
+    """What the kernels of a bfloat16 model are called with, and what its attention returns."""
+    from megatron.core import mpu
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_anchor.attention.packed import pack_micro_batch
+
+    weights, biases = pickle.loads(pickled)
+    dist.init_process_group(backend="gloo")
+    mpu.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    half = {"config": {"bf16": True, "params_dtype": torch.bfloat16}}
+    (model,) = build_chunks(CASES[LITE], half, weights, biases, precision=precision)
+    seen = set()
+
+    def spy(kernel):
+        def call(*tensors, **others):
+            seen.update(tensor.dtype for tensor in tensors)
+            return kernel(*tensors, **others)
+
+        return call
+
+    for module in model.modules():
+        if hasattr(module, "communication"):
+            module.kernel = spy(module.kernel)
+            module.register_forward_hook(lambda *found: seen.add(("out", found[-1].dtype)))
+    fields = SAMPLES[3].fields
+    packed = pack_micro_batch(
+        fields["position_ids"][None], fields["cu_seqlens"][None], seq_length=S
+    )
+    with torch.no_grad():
+        model(fields["tokens"][None], None, None, packed_seq_params=packed)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("model", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_attention_in_float32_begins_with_the_rotation(precision, dtype, truth):
+    weights, biases, _, _ = truth[LITE]
+    pickled = pickle.dumps((weights, biases))
+    (seen,) = run_ranks(dtypes_at_the_kernel, 1, precision, pickled)
+    assert seen == {dtype, ("out", torch.bfloat16)}
 
 
 @BOTH
