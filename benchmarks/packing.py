@@ -47,7 +47,7 @@ from side_by_side import Comparison, Figure, Findings, at_least_one, compare  # 
 from megatron_anchor.packing.balance import BalancedDataset, Balancing  # noqa: E402
 from megatron_anchor.packing.best_fit import fit  # noqa: E402
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig  # noqa: E402
-from megatron_anchor.packing.epochs import PlanFigures, plan_samples  # noqa: E402
+from megatron_anchor.packing.epochs import PlanFigures, plan_epochs  # noqa: E402
 from megatron_anchor.packing.index import concatenate  # noqa: E402
 from megatron_anchor.packing.patterns import PACKINGS  # noqa: E402
 
@@ -83,16 +83,16 @@ def benchmark_plan(num_documents: int, sequence_length: int, packing: str) -> Fi
     """Plan one epoch; run in a new process, since peak memory is that of the process."""
     lengths = heavy_tailed_lengths(num_documents, mean=1000)
     settings: dict[str, Any] = dict(
-        sequence_length=sequence_length, num_samples=None, random_seed=1, packing=packing
+        sequence_length=sequence_length, epochs=range(1), random_seed=1, packing=packing
     )
-    plan_samples(np.arange(1000, dtype=np.int32), lengths[:1000], **settings)  # loads the code
+    plan_epochs(np.arange(1000, dtype=np.int32), lengths[:1000], **settings)  # loads the code
     # The lengths were made with larger temporary arrays, which would hide the plan's peak.
     reached = _reset_peak_memory()
     begin = time.process_time()
-    plan = plan_samples(np.arange(num_documents, dtype=np.int32), lengths, **settings)
+    plan = plan_epochs(np.arange(num_documents, dtype=np.int32), lengths, **settings)
     seconds = time.process_time() - begin
     bytes_per_document = (_peak_memory() - reached) / num_documents
-    above = PlanFigures(*plan.figures.tolist()).above_lower_bound
+    above = PlanFigures(*plan.figures[0].tolist()).above_lower_bound
     return Figure(
         what=f"{packing} plan of {num_documents:.0e} documents, S = {sequence_length}",
         value=f"{seconds:.1f} CPU s, {bytes_per_document:.1f} bytes a document, "

@@ -20,17 +20,20 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_anchor import compat
 from megatron_anchor.attention.backends.request import ULYSSES
 from megatron_anchor.attention.core import AnchorCoreAttention
 from megatron_anchor.attention.latent import LATENT_ATTENTION
 from megatron_anchor.attention.layer import AnchorTransformerLayer
-from megatron_anchor.attention.multi_token import AnchorMultiTokenLayer, attach_multi_token_loss
+from megatron_anchor.attention.multi_token import (
+    LAYERS_PATCH,
+    LOSS_PATCH,
+    AnchorMultiTokenLayer,
+)
 from megatron_anchor.attention.norms import TorchNorm
-from megatron_anchor.attention.packed import AnchorPackedSeqParams
 from megatron_anchor.attention.rope import RotarySettings, logit_scale
 from megatron_anchor.attention.router import AnchorRouter
 from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
+from megatron_anchor.patches import apply
 
 
 @dataclass
@@ -162,9 +165,7 @@ def _multi_token_spec(
 
     Megatron computes their loss in a function that a model has no way to choose.
     """
-    compat.replace_multi_token_loss(
-        attach_multi_token_loss, for_packed=lambda x: isinstance(x, AnchorPackedSeqParams)
-    )
+    apply(LOSS_PATCH)
     spec = get_gpt_mtp_block_spec(
         config,
         TransformerBlockSubmodules(layer_specs=[layer]),
@@ -188,9 +189,10 @@ def layer_spec_provider(
     anchor_in_window: bool = False,
 ) -> Callable[..., Any]:
     """Wrap `anchor_block_spec` in the signature of ``GPTModelConfig.transformer_layer_spec``."""
-    compat.let_specs_bring_multi_token_layers()
 
     def provide(model_config: Any, vp_stage: int | None = None) -> AnchorBlockSubmodules:
+        if model_config.transformer.mtp_num_layers:
+            apply(LAYERS_PATCH)
         return anchor_block_spec(
             model_config.transformer,
             rotary=rotary,

@@ -18,6 +18,7 @@ Legend: s slots of this rank, B micro-batch, D depths.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from megatron_anchor.attention.future_tokens import DepthLoss, FutureTokens
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, require_packed
+from megatron_anchor.patches import MEGATRON, Patch
 
 
 class AnchorMultiTokenLayer(MultiTokenPredictionLayer):
@@ -144,3 +146,58 @@ def _weight(future: FutureTokens, config: Any, cp_group: Any) -> float | Tensor:
     if config.calculate_per_token_loss:
         return weight
     return weight * cp_group.size() / future.targets.clamp(min=1).to(torch.float32)
+
+
+def for_packed_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attach this loss to micro-batches of packed documents, and Megatron's to others."""
+
+    @functools.wraps(original)
+    def process_mtp_loss(
+        hidden_states: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Any = None,
+        input_ids: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        if isinstance(packed_seq_params, AnchorPackedSeqParams):
+            return attach_multi_token_loss(
+                hidden_states, labels, packed=packed_seq_params, **others
+            )
+        rest = {"packed_seq_params": packed_seq_params, "input_ids": input_ids, **others}
+        return original(hidden_states, labels, loss_mask, **rest)
+
+    return process_mtp_loss
+
+
+LOSS_PATCH = Patch(
+    target="megatron.core.models.gpt.gpt_model:process_mtp_loss",
+    replacement=for_packed_documents,
+    reason="multi-token prediction predicts inside documents, and is weighed by all targets",
+    lost="--mtp-num-layers",
+    parameters=("hidden_states", "labels", "loss_mask"),
+    host=MEGATRON,
+)
+
+
+def from_the_spec(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the layers of multi-token prediction from a block spec that has some (``spec.mtp``)."""
+
+    @functools.wraps(original)
+    def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: Any = None) -> Any:
+        if hasattr(transformer_layer_spec, "mtp"):
+            return transformer_layer_spec.mtp
+        return original(config, transformer_layer_spec, vp_stage=vp_stage)
+
+    return mtp_block_spec
+
+
+LAYERS_PATCH = Patch(
+    target="megatron.training.models.gpt:mtp_block_spec",
+    replacement=from_the_spec,
+    reason="Megatron makes stock layers for multi-token prediction, whatever the others are",
+    lost="--mtp-num-layers",
+    parameters=("config", "transformer_layer_spec", "vp_stage"),
+    host=MEGATRON,
+)

@@ -35,9 +35,9 @@ from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.output import output_folder
 from megatron_anchor.checkpoint.rows import BLOCK_BYTES, Blocks, CastRows, Files, Rows, row_bytes
-from megatron_anchor.checkpoint.torch_dist_reader import TRACKER
 from megatron_anchor.checkpoint.torch_dist_writer import TorchDistWriter
 from megatron_anchor.checkpoint.transformers_model import check_transformers_model
+from megatron_anchor.compat import TRACKER
 
 SOURCE_FOLDER = "hugging_face"
 ARGS_FILE = "megatron_args.txt"

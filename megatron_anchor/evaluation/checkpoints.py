@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
-from megatron_anchor.checkpoint.torch_dist_reader import TRACKER, iteration_folder
+from megatron_anchor.checkpoint.torch_dist_reader import iteration_folder
+from megatron_anchor.compat import TRACKER
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.packing.fingerprint import fingerprint
 from megatron_anchor.terminal import logger_of

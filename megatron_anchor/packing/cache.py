@@ -7,6 +7,7 @@ all write the same. What a killed process leaves is no part of an entry; the nex
 removes it after a day.
 """
 
+import hashlib
 import json
 import os
 import zlib
@@ -37,6 +38,12 @@ class StoredArrays:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_paths": self._paths, "_open": {}}
+
+
+def digest(description: Mapping[str, Any]) -> str:
+    """32 characters that are others for another description of JSON values."""
+    text = json.dumps(description, sort_keys=True)
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def load_or_build(

@@ -1,9 +1,11 @@
 """Settings of a packed dataset: Megatron's own, and the few that packing adds."""
 
 import logging
+import math
 from dataclasses import dataclass, field
 
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from megatron_anchor.packing.domains import check_format
@@ -101,6 +103,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
                 "a packed dataset needs a corpus: set --data-path (or --train-data-path ..., "
                 "--per-split-data-args-path); mock data is not supported"
             )
+        self._check_blends()
         if self.hybrid_context_parallel:
             raise ValueError(
                 "packed samples do not support --hybrid-context-parallel: leave it out"
@@ -118,6 +121,24 @@ class PackedDatasetConfig(GPTDatasetConfig):
         self._check_token_id("pad_token_id", self.pad_token_id, flag="pad_token_id")
         self._check_packing()
         self._check_positions()
+
+    def _check_blends(self) -> None:
+        blends = self.blend_per_split or [self.blend] * len(Split)
+        for split, blend in zip(Split, blends, strict=True):
+            if blend is None or blend[1] is None:
+                continue
+            for prefix, weight in zip(*blend, strict=True):
+                if not (math.isfinite(weight) and weight > 0):
+                    raise ValueError(
+                        f"the blend gives the corpus {prefix} the weight {weight}, expected a "
+                        "finite number above 0; leave that corpus out, or give it a weight"
+                    )
+            if split is Split.valid and self.full_validation:
+                raise ValueError(
+                    "--full-validation reads every validation set once, so weights have no meaning "
+                    "there: name the sets without weights with --valid-data-path (and the training "
+                    "corpora with --train-data-path)"
+                )
 
     def _check_packing(self) -> None:
         if self.packing not in PACKINGS:

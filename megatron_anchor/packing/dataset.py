@@ -10,17 +10,16 @@
 
 Which sample is which depends on the corpus (and its document list and tags, if used), the seed,
 the sequence length, the packing, the alignment and the anchor token, and on nothing else; one index
-serves all attention patterns and all parallel layouts.
+serves all attention patterns and all parallel layouts. The number of samples only says how many
+epochs are opened: a longer run has the same samples, and more behind them.
 Cost: reading a sample of 131072 slots with 500 documents takes about a millisecond; the index is
 read from disk in all processes and takes 4 bytes a document and epoch and 20 bytes a sample.
 """
 
 import copy
-import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,16 +32,18 @@ from megatron.core.utils import log_single_rank
 
 from megatron_anchor.context_parallel.split import split_sample
 from megatron_anchor.packing.best_fit import fitted_pieces
-from megatron_anchor.packing.cache import StoredArrays, load_or_build
+from megatron_anchor.packing.cache import StoredArrays, digest, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
 from megatron_anchor.packing.corpus_files import inspect_corpus
 from megatron_anchor.packing.documents import Documents
 from megatron_anchor.packing.domains import NO_TAGS, DomainTags, open_tags, tag_tokenizer
-from megatron_anchor.packing.epochs import PlanFigures, SamplePlan, plan_samples
-from megatron_anchor.packing.fingerprint import fingerprint
+from megatron_anchor.packing.epoch_planner import EpochPlanner, count_listed
+from megatron_anchor.packing.epochs import PlanFigures
+from megatron_anchor.packing.identity import describe_documents, describe_file, without_paths
 from megatron_anchor.packing.index import Pieces, concatenated_pieces
 from megatron_anchor.packing.interleave import interleave
 from megatron_anchor.packing.layout import lay_out
+from megatron_anchor.packing.sample_index import SampleIndex
 from megatron_anchor.packing.vocabulary import find_token_outside, ids_are_inside
 from megatron_anchor.terminal import logger_of
 
@@ -50,7 +51,7 @@ __all__ = ["PackedDataset", "PackedDatasetConfig"]
 
 logger = logger_of(__name__)
 
-PACKING_VERSION = 2
+PACKING_VERSION = 3
 """Part of every cache key; raised whenever the same settings would give other samples."""
 
 
@@ -70,13 +71,16 @@ class PackedDataset(MegatronDataset):
         dataset: the corpus.
         dataset_path: its path without .bin and .idx.
         indices: int32 numbers of the documents to use; None = all.
-        num_samples: samples needed, from as many epochs as that takes; None = one whole epoch.
+        num_samples: samples needed, of as many whole epochs as that takes; None = one epoch.
         index_split: train, valid or test.
         config: the settings.
 
+    A corpus of a blend may have no document for validation or test: its dataset has no samples
+    then, and `megatron_anchor.packing.blend` leaves it out.
+
     Raises:
-        ValueError: the split holds no document with a token, the .idx is damaged, or the index
-            cannot be written.
+        ValueError: the split holds no document with a token, the .idx is damaged, the index cannot
+            be written, or a domain tag has a token outside the vocabulary.
     """
 
     def __init__(
@@ -99,30 +103,36 @@ class PackedDataset(MegatronDataset):
         )
         self.config: PackedDatasetConfig = config
         self._corpus = {"path": dataset_path, **inspect_corpus(dataset_path).identity}
-        self._tags, self._tags_identity = self._open_tags()
+        self._tags, tags_identity = self._open_tags()
         self._document_list = self._find_document_list()
-        self._identify()
+        self._identify(tags_identity)
         self._own_anchors = self._load_own_anchors()
-        self._plan = self._load_plan()
-        self._num_samples = len(self._plan["shuffle_index"])
-        if self._num_samples == 0 and num_samples != 0:
-            if self._document_list is not None:
-                raise ValueError(
-                    f"--document-list {self._document_list} names no document of the training "
-                    f"split of {dataset_path} with a token behind its anchor; draw other "
-                    "documents, or give the training split a larger share with --split"
-                )
-            raise ValueError(
-                f"the {index_split.name} split of the corpus {dataset_path} holds no document with "
-                f"a token ({len(indices)} documents, all empty or nothing but an anchor); give it "
-                "a larger share with --split, or another corpus"
-            )
+        self._samples = SampleIndex(
+            self._cache_directory,
+            name=f"{type(self).__name__}-{index_split.name}",
+            description=self.sample_identifiers,
+            num_documents=count_listed(self._document_list) or len(indices),
+        )
+        self.extend(num_samples)
+        if len(self) == 0:
+            if num_samples != 0 and not self._is_left_out_when_empty:
+                raise self._no_document_error()
+            return
         log_single_rank(
             logger,
             logging.INFO,
-            f"> {index_split.name} split of {dataset_path}: "
-            + self.figures.summary(sequence_length=config.sequence_length),
+            f"> {index_split.name} split of {dataset_path}: an epoch is "
+            + self.figures.summary(sequence_length=config.sequence_length)
+            + f"; {self._samples.epochs} epochs for {num_samples} samples",
         )
+
+    def extend(self, num_samples: int | None) -> None:
+        """Have at least so many samples; those that are there stay as they are.
+
+        Args:
+            num_samples: samples needed, of as many whole epochs as that takes; None = one epoch.
+        """
+        self._samples.extend(num_samples, self._planner().plan)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
@@ -158,12 +168,12 @@ class PackedDataset(MegatronDataset):
 
     @property
     def figures(self) -> PlanFigures:
-        """What the samples are made of, all epochs together."""
-        return PlanFigures(*self._plan["figures"].tolist())
+        """What the samples of an epoch are made of."""
+        return self._samples.figures
 
     def __len__(self) -> int:
-        """Number of samples, a partly filled last one included."""
-        return self._num_samples
+        """Number of samples, the partly filled last one of every epoch included."""
+        return len(self._samples)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         """Build one sample.
@@ -193,17 +203,17 @@ class PackedDataset(MegatronDataset):
             arrays["router_mask"][:] = False
         arrays |= self._context_split(arrays["cu_seqlens"])
         sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return sample | {"origin": torch.tensor([self.number, (idx or 0) % self._num_samples])}
+        return sample | {"origin": torch.tensor([self.number, (idx or 0) % len(self)])}
 
     @property
     def number(self) -> int:
         """A number below 2^60 that no other corpus, split or setting of samples has."""
-        return int(self.unique_description_hash[:15], 16)
+        return int(digest(self.sample_identifiers)[:15], 16)
 
     def content_lengths(self) -> np.ndarray:
         """int32 tokens behind the anchor of every document in an epoch, with repetitions."""
-        lengths = Documents(self.dataset).content_lengths(self._own_anchors["own_anchor"])
-        return lengths[self._documents_of_an_epoch()]
+        planner = self._planner()
+        return planner.content_lengths[planner.documents]
 
     def pieces(self, idx: int) -> Pieces:
         """The slices of documents that sample `idx` holds.
@@ -211,13 +221,10 @@ class PackedDataset(MegatronDataset):
         Raises:
             IndexError: there is no such sample.
         """
-        if not -self._num_samples <= idx < self._num_samples:
-            raise IndexError(
-                f"sample {idx} of a dataset with {self._num_samples} samples (0 to "
-                f"{self._num_samples - 1})"
-            )
-        plan = self._plan
-        sample = int(plan["shuffle_index"][idx])
+        total = len(self)
+        if not -total <= idx < total:
+            raise IndexError(f"sample {idx} of a dataset with {total} samples (0 to {total - 1})")
+        plan, sample = self._samples.find(idx % total)
         (first, second), (last, next_second) = plan["sample_index"][sample : sample + 2]
         concat = self.config.packing == "concat"
         last += concat and next_second > 0
@@ -258,7 +265,7 @@ class PackedDataset(MegatronDataset):
         return interleave(
             pieces.head + pieces.length,
             interleaving=self.config.interleaving,
-            random=np.random.default_rng([self.config.random_seed, idx % self._num_samples]),
+            random=np.random.default_rng([self.config.random_seed, idx % len(self)]),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -299,17 +306,46 @@ class PackedDataset(MegatronDataset):
             "--tokenizer-model (--vocab-size) to the one it was written with"
         )
 
-    def _identify(self) -> None:
-        """Extend Megatron's description of this dataset; it keys our index and blends of it."""
+    def _identify(self, tags_identity: dict[str, Any] | None) -> None:
+        """Extend Megatron's description of this dataset; it keys the indices of blends of it."""
         self.unique_identifiers.update(
             packing_version=PACKING_VERSION,
             corpus=self._corpus,
-            documents=_describe_documents(self.indices),
-            document_list=_describe_file(self._document_list),
-            domain_tags=self._tags_identity,
+            documents=describe_documents(self.indices),
+            document_list=describe_file(self._document_list),
+            domain_tags=tags_identity,
         )
         self.unique_description = json.dumps(self.unique_identifiers, indent=4)
-        self.unique_description_hash = _digest(self.unique_identifiers)
+        self.unique_description_hash = digest(self.unique_identifiers)
+
+    @property
+    def sample_identifiers(self) -> dict[str, Any]:
+        """All that sample i depends on, as JSON values: not how many samples there are."""
+        return {k: v for k, v in self.unique_identifiers.items() if k != "num_samples"}
+
+    @property
+    def contents_hash(self) -> str:
+        """The same for datasets that have the same samples, wherever their files are."""
+        return digest(without_paths(self.sample_identifiers))
+
+    @property
+    def _is_left_out_when_empty(self) -> bool:
+        """Whether this is the validation or test split of one corpus of several."""
+        blend = self.config.blend
+        return self.index_split is not Split.train and blend is not None and len(blend[0]) > 1
+
+    def _no_document_error(self) -> ValueError:
+        if self._document_list is not None:
+            return ValueError(
+                f"--document-list {self._document_list} names no document of the training "
+                f"split of {self.dataset_path} with a token behind its anchor; draw other "
+                "documents, or give the training split a larger share with --split"
+            )
+        return ValueError(
+            f"the {self.index_split.name} split of the corpus {self.dataset_path} holds no "
+            f"document with a token ({len(self.indices)} documents, all empty or nothing but an "
+            "anchor); give it a larger share with --split, or another corpus"
+        )
 
     def _open_tags(self) -> tuple[DomainTags, dict[str, Any] | None]:
         if not self.config.domain_tags:
@@ -318,6 +354,7 @@ class PackedDataset(MegatronDataset):
             self.dataset_path,
             tag_format=self.config.domain_tag_format,
             tokenize=tag_tokenizer(self.config.tokenizer),
+            vocab_size=self.config.vocab_size,
         )
         if tags.longest + 2 > self.config.sequence_length:
             raise ValueError(
@@ -327,51 +364,12 @@ class PackedDataset(MegatronDataset):
             )
         return tags, identity
 
-    def _report_tags(self, head_slots: np.ndarray) -> None:
-        """Warn of documents without a tag."""
-        if not self.config.domain_tags:
-            return
-        total = Documents(self.dataset).num_documents
-        untagged = total if len(head_slots) == 1 else int((head_slots == 1).sum())
-        if untagged:
-            logger.warning(
-                "%d of %d documents of the corpus %s have no known domain and get no tag%s",
-                untagged,
-                total,
-                self.dataset_path,
-                ": beside it there is no .manifest.json with .domains.npy "
-                "(tools/preprocess_data.py --domain-key writes both)"
-                if len(head_slots) == 1
-                else "",
-            )
-
     def _find_document_list(self) -> str | None:
         """The document list of this corpus; only training reads it."""
         lists = self.config.document_lists
         if not lists or self.index_split is not Split.train:
             return None
         return lists.get(self.dataset_path, lists.get(""))
-
-    def _documents_of_an_epoch(self) -> np.ndarray:
-        """int32 documents of the split, or what the document list takes from them."""
-        if self._document_list is None:
-            return self.indices
-        # Here and not above: without a list nothing of the corpus tools is needed.
-        from megatron_anchor.corpus.upsampling import read_document_list
-
-        listed = read_document_list(self._document_list, self.dataset_path)
-        used = np.zeros(Documents(self.dataset).num_documents, dtype=np.bool_)
-        used[self.indices] = True
-        kept = listed[used[listed]].astype(np.int32)
-        if len(kept) < len(listed):
-            logger.warning(
-                "%d of %d entries of --document-list %s name documents of the validation or test "
-                "split and are left out of training (--split)",
-                len(listed) - len(kept),
-                len(listed),
-                self._document_list,
-            )
-        return kept
 
     def _load_own_anchors(self) -> StoredArrays:
         """Which documents of the corpus begin with the anchor token: bool [documents]."""
@@ -389,37 +387,22 @@ class PackedDataset(MegatronDataset):
         }
         return load_or_build(
             self._cache_directory,
-            f"{_digest(key)}-{type(self).__name__}-own_anchors",
+            f"{digest(key)}-{type(self).__name__}-own_anchors",
             names=("own_anchor",),
             description=key,
             build=build,
         )
 
-    def _load_plan(self) -> StoredArrays:
-        """The arrays of `SamplePlan`."""
-
-        def build() -> dict[str, np.ndarray]:
-            self._announce(f"{self.index_split.name} sample index")
-            table = Documents(self.dataset)
-            head_slots = self._tags.head_slots(table.num_documents)
-            self._report_tags(head_slots)
-            return plan_samples(
-                self._documents_of_an_epoch(),
-                table.content_lengths(self._own_anchors["own_anchor"]),
-                sequence_length=self.config.sequence_length,
-                num_samples=self.num_samples,
-                random_seed=self.config.random_seed,
-                packing=self.config.packing,
-                head_slots_D=head_slots,
-                alignment=self.config.document_alignment,
-            )._asdict()
-
-        return load_or_build(
-            self._cache_directory,
-            f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
-            names=SamplePlan._fields,
-            description=self.unique_identifiers,
-            build=build,
+    def _planner(self) -> EpochPlanner:
+        return EpochPlanner(
+            self.dataset,
+            self.indices,
+            self._own_anchors,
+            dataset_path=self.dataset_path,
+            document_list=self._document_list,
+            tags=self._tags,
+            config=self.config,
+            announce=lambda: self._announce(f"{self.index_split.name} sample index"),
         )
 
     @property
@@ -440,27 +423,3 @@ class PackedDataset(MegatronDataset):
                 self.dataset_path,
                 self._cache_directory,
             )
-
-
-def _describe_documents(indices: np.ndarray) -> list[int] | str:
-    """[first, last + 1] of a range of documents, else a digest of the list."""
-    if len(indices) == 0:
-        return [0, 0]
-    first, last = int(indices[0]), int(indices[-1])
-    if last - first + 1 == len(indices) and (indices[1:] > indices[:-1]).all():
-        return [first, last + 1]
-    return hashlib.sha256(indices.tobytes()).hexdigest()
-
-
-def _describe_file(path: str | None) -> dict[str, Any] | None:
-    """Path and fingerprint: other contents give another description."""
-    if path is None:
-        return None
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"--document-list {path} not found")
-    return {"path": path, **fingerprint(path)}
-
-
-def _digest(description: Mapping[str, Any]) -> str:
-    text = json.dumps(description, sort_keys=True)
-    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()

@@ -85,14 +85,25 @@ def check_format(text: str) -> str:
 
 
 def open_tags(
-    prefix: str, *, tag_format: str, tokenize: Callable[[str], Sequence[int]]
+    prefix: str,
+    *,
+    tag_format: str,
+    tokenize: Callable[[str], Sequence[int]],
+    vocab_size: int | None = None,
 ) -> tuple[DomainTags, dict[str, Any]]:
     """(DomainTags, what they depend on as JSON values) of a corpus.
 
     A corpus without recorded domains has no tags, nor have domains with a name of NO_DOMAIN.
 
+    Args:
+        prefix: path of the corpus.
+        tag_format: text of a tag, with {domain} in it.
+        tokenize: turns a text into token ids.
+        vocab_size: ids in [0, vocab_size) are accepted; None = all that are not negative.
+
     Raises:
-        ValueError: the domains do not belong to the corpus (see `read_domains`).
+        ValueError: the domains do not belong to the corpus (see `read_domains`), or a tag has a
+            token outside the vocabulary.
     """
     # Here and not above: laying out samples needs nothing of the corpus tools.
     from megatron_anchor.corpus.manifest import domains_path, read_domains
@@ -105,8 +116,24 @@ def open_tags(
         [] if name in NO_DOMAIN else [int(t) for t in tokenize(tag_format.format(domain=name))]
         for name in names
     ]
+    for name, tag in zip(names, tags, strict=True):
+        _require_inside(prefix, name, tag, tag_format=tag_format, vocab_size=vocab_size)
     path = domains_path(prefix)
     return DomainTags(tags, path), {"tags": tags, **fingerprint(path)}
+
+
+def _require_inside(
+    prefix: str, name: str, tag: Sequence[int], *, tag_format: str, vocab_size: int | None
+) -> None:
+    outside = [t for t in tag if t < 0 or (vocab_size is not None and t >= vocab_size)]
+    if outside:
+        size = "any size" if vocab_size is None else vocab_size
+        raise ValueError(
+            f"the tag {tag_format.format(domain=name)!r} of the domain {name!r} (corpus {prefix}) "
+            f"has the token id {outside[0]}, which is outside the vocabulary of {size}: this "
+            "tokenizer has more ids than the model; set --tokenizer-model (--vocab-size) to the "
+            "model's own, choose another --domain-tag-format, or leave out --domain-tags"
+        )
 
 
 def tag_tokenizer(tokenizer: Any) -> Callable[[str], list[int]]:

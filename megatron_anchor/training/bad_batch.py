@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 from torch import Tensor
 
-from megatron_anchor import compat
+from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.terminal import say
 from megatron_anchor.training.bad_batch_files import SampleRecord, write_bad_batch
@@ -60,33 +60,27 @@ class _Watch:
 _watch = _Watch()
 
 
-def install(args: Namespace) -> None:
-    """Report what Megatron's checks reject from now on (--check-for-nan-in-loss-and-grad).
-
-    Args:
-        args: the validated arguments; the folder of --dump-bad-batch is made.
+def make_folder(args: Namespace) -> None:
+    """Make the folder of --dump-bad-batch, if there is one.
 
     Raises:
         ValueError: the folder cannot be written.
     """
-    if args.dump_bad_batch:
-        folder = Path(args.dump_bad_batch)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"--dump-bad-batch {folder}: {error.strerror}; name another"
-            ) from error
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--dump-bad-batch {folder} cannot be written; name another folder")
-    compat.watch_rejected_results(_report)
+    if not args.dump_bad_batch:
+        return
+    folder = Path(args.dump_bad_batch)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--dump-bad-batch {folder}: {error.strerror}; name another") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--dump-bad-batch {folder} cannot be written; name another folder")
 
 
 def register(*datasets: Any) -> None:
     """Make known where samples come from: packed datasets, blends and lists of them, or None."""
-    for dataset in datasets:
-        for packed in _packed(dataset):
-            _watch.datasets[packed.number] = packed
+    for packed in corpora_of(datasets):
+        _watch.datasets[packed.number] = packed
 
 
 def remember(origin_B2: Tensor | None, *, training: bool) -> None:
@@ -118,7 +112,7 @@ def judging(losses_Bs: Tensor, origin_B2: Tensor | None) -> Iterator[None]:
         _watch.judged = None
 
 
-def _report(message: str, *, fatal: bool, raises: bool) -> None:
+def report(message: str, *, fatal: bool, raises: bool) -> None:
     """Say what the rejected result was computed from, and write it if that was asked for."""
     if mpu.get_tensor_model_parallel_rank() != 0:
         if raises:
@@ -201,18 +195,6 @@ def _records_of_losses(losses_Bs: Tensor, origin_B2: Tensor | None) -> list[Samp
             record.losses = losses_s.numpy()
             records.append(record)
     return records
-
-
-def _packed(dataset: Any) -> Iterable[PackedDataset]:
-    if isinstance(dataset, PackedDataset):
-        yield dataset
-    elif isinstance(dataset, list | tuple):
-        for one in dataset:
-            yield from _packed(one)
-    elif hasattr(dataset, "datasets"):
-        yield from _packed(dataset.datasets)
-    elif hasattr(dataset, "dataset"):
-        yield from _packed(dataset.dataset)
 
 
 def _say(*lines: str) -> None:

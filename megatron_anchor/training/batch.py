@@ -75,6 +75,8 @@ def get_batch(
             Transformer Engine needs, or there are more documents than ``pad_documents_to``.
     """
     sample = next(data_iterator)
+    if sample["tokens"].dim() == 3:  # items were whole micro-batches (`full_validation`)
+        sample = {name: field.flatten(0, 1) for name, field in sample.items()}
     needed = [*SLOT_FIELDS, "cu_seqlens", *figures]
     needed += ["router_mask"] * has_experts + ["part_of_chunk"] * split.gathers
     if missing := [name for name in needed if name not in sample]:

@@ -22,7 +22,8 @@ NOT_FIELDS = {
     "untie_embeddings_and_output_weights use_rope_scaling",
     "precision of the weights": "bf16 fp16",
     "megatron_anchor's own; the rest of these describe samples or the run": "anchor_in_window "
-    "anchor_position anchor_token attention_pattern attention_precision rope_angle_dtype rope_parameters",
+    "anchor_position anchor_token attention_pattern attention_precision rope_angle_dtype "
+    "rope_parameters",
 }
 """Arguments that describe the model and are no fields of the host's transformer configs."""
 

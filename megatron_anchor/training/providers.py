@@ -11,12 +11,14 @@ from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_anchor import patches
 from megatron_anchor.attention.backends import choose_backend
 from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
+from megatron_anchor.packing import blend
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
-from megatron_anchor.packing.blend import use_whole_blends
+from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import choose_anchor
 from megatron_anchor.training import anchor_copies, bad_batch
@@ -30,7 +32,10 @@ from megatron_anchor.training.arguments import (
 )
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.data_arguments import evaluates
+from megatron_anchor.training.data_needs import require_enough, validation_samples
+from megatron_anchor.training.full_validation import whole_batches
 from megatron_anchor.training.latent_rules import is_latent
+from megatron_anchor.training.same_data import require_same_data
 from megatron_anchor.training.validation import attention_request, gather_memory, rotary_dim
 
 
@@ -211,33 +216,51 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     Args:
         num_samples: samples of each split, by Megatron.
         vp_stage: unused; every stage reads the same samples.
+
+    Raises:
+        ValueError: the data cannot be used, holds too few samples, or differs between ranks.
     """
     args = get_args()
     config = dataset_config(args, get_tokenizer())
-    use_whole_blends()
+    needed = [num_samples[0], validation_samples(args, num_samples[1]), num_samples[2]]
+    patches.apply(blend.PATCH)
     print_rank_0(f"> packing documents behind anchor token {config.anchor_token_id} ...")
     train, valid, test = BlendedMegatronDatasetBuilder(
         PackedDataset,
-        num_samples,
+        needed,
         lambda: True,
         config,
     ).build()
-    if train is None and num_samples[0]:
-        raise ValueError(
-            f"no document is left for training: --split {args.split} gives the training split "
-            "nothing; give its first number a share"
-        )
-    if valid is None and evaluates(args) and mpu.get_tensor_model_parallel_rank() == 0:
-        raise ValueError(
-            "no document is left for validation, and --eval-iters (or --full-validation) evaluates "
-            "on it: pass --eval-iters 0, or give it documents (--split, --valid-data-path)"
-        )
+    require_same_data([train, valid, test], config)
+    require_enough(train, valid, test, args=args, needed=needed)
+    if not evaluates(args):
+        valid = test = None  # Megatron's loaders refuse sets that are empty or were read before
+    if args.full_validation:
+        valid = _whole_batches(valid, args)
     balance = balancing(args)
     if balance is not None and train is not None:
         train = BalancedDataset(train, balance)
         print_rank_0(f"> {train.report()}")
     bad_batch.register(train, valid, test)
     return train, valid, test
+
+
+def _whole_batches(valid: Any, args: Namespace) -> Any:
+    """The validation sets of --full-validation, cut for this layout; None stays None."""
+    if isinstance(valid, list):
+        return [_whole_batches(one, args) for one in valid]
+    if valid is None:
+        return None
+    whole = whole_batches(valid, args, ranks=mpu.get_data_parallel_world_size())
+    print_rank_0(
+        f"> full validation: {len(valid)} samples of {', '.join(_paths(valid))} in "
+        f"{len(whole)} micro-batches of {whole.micro_batch_size}"
+    )
+    return whole
+
+
+def _paths(dataset: Any) -> list[str]:
+    return [str(corpus.dataset_path) for corpus in corpora_of(dataset)]
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # read by Megatron

@@ -8,12 +8,13 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_anchor.compat import TRACKER
 from megatron_anchor.shell_words import quoted
+from megatron_anchor.whole_files import replacing_text
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
 
@@ -75,16 +76,14 @@ def _not_to_be_loaded(flag: str, folder: str, step: int | None) -> Iterator[str]
         )
 
 
-def explain_failed_saves() -> None:
-    """Let a failed save of Megatron's training loop end with what is left, and what to do.
+def explaining_failures(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the `save_checkpoint` of Megatron's loop: a failure says what is left, and what to do.
 
     The errors of its writers do not say that a disk is full. Without --save nothing is saved:
     Megatron's rerun machine asks for a checkpoint all the same before it ends with its status.
     """
     from megatron.training import training as host
     from torch.distributed.checkpoint.api import CheckpointException  # no Exception
-
-    original = getattr(host.save_checkpoint, "original", host.save_checkpoint)
 
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +96,7 @@ def explain_failed_saves() -> None:
         except (Exception, CheckpointException) as error:
             raise RuntimeError(failed_save(folder, iteration, error)) from error
 
-    save_checkpoint.original = original  # type: ignore[attr-defined]
-    host.save_checkpoint = save_checkpoint
+    return save_checkpoint
 
 
 def failed_save(folder: str, iteration: int, error: BaseException) -> str:
@@ -128,3 +126,23 @@ def failed_save(folder: str, iteration: int, error: BaseException) -> str:
 def _nearest(folder: Path) -> Path:
     """The folder, or the innermost one above it that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+class WholeTrackers:
+    """Megatron's access to files, but for writing trackers in a local folder.
+
+    Megatron truncates the tracker and then writes, and ends with status 0 where it finds it empty.
+    """
+
+    def __init__(self, host: Any) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+    def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        """Open a file as Megatron does; a tracker that is written replaces the old one at once."""
+        folder, name = os.path.split(str(path))
+        if mode == "w" and name == TRACKER and os.path.isdir(folder):
+            return replacing_text(path)
+        return self._host.open(path, mode, *args, **kwargs)

@@ -303,6 +303,14 @@ def _host_features(args: Namespace) -> Iterator[str]:
             "--eval-interval is missing: Megatron needs it even with --eval-iters 0; any number "
             "larger than --train-iters will do"
         )
+    if args.full_validation and (
+        args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+    ):
+        yield (
+            "--full-validation: Megatron 0.19.2 mixes up validation sets and the chunks of "
+            "interleaved pipelines; leave out --num-layers-per-virtual-pipeline-stage (or "
+            "--num-virtual-stages-per-pipeline-rank), or evaluate over --eval-iters"
+        )
     if args.transformer_impl == "transformer_engine" and not compat.have_transformer_engine():
         yield (
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "

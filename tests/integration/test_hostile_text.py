@@ -291,7 +291,7 @@ def test_a_bad_batch_is_shown_escaped(capsys, monkeypatch):
     monkeypatch.setattr(bad_batch, "get_args", lambda: args)
     monkeypatch.setattr(bad_batch, "_records", lambda _: [Record()])
     monkeypatch.setattr(bad_batch._watch, "origins", [bad_batch.torch.zeros(1, 2)])
-    bad_batch._report(HOSTILE, fatal=True, raises=False)
+    bad_batch.report(HOSTILE, fatal=True, raises=False)
     told = capsys.readouterr().err
     assert r"\x1b" in told
     assert not [c for c in told if not c.isprintable() and c != "\n"]

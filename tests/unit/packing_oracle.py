@@ -13,6 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_anchor.corpus.manifest import DomainCount, KeyManifest
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
+from megatron_anchor.packing.patterns import ANCHORED, ATTENTION_PATTERNS
 
 ANCHOR, PAD, VOCAB_SIZE = 1, 0, 60000
 TENSOR_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "router_mask", "cu_seqlens")
@@ -302,3 +303,75 @@ def corpora(draw: st.DrawFn, *, unique: bool = False) -> tuple[int, list[list[li
     if not any(tokens not in ([], [ANCHOR]) for tokens in flatten(documents)):
         documents.append([[next(fresh)]])
     return sequence_length, documents
+
+
+TAG_OF_DOMAIN = [spell(f"{name}:")[1:] if name != "unknown" else [] for name in DOMAINS]
+
+
+@st.composite
+def packings(draw: st.DrawFn, *, unique: bool = False) -> dict[str, Any]:
+    """A corpus and all settings that say which token stands where."""
+    sequence_length, documents = draw(corpora(unique=unique))
+    alignment = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    tagged = draw(st.booleans())
+    if tagged:
+        sequence_length = max(sequence_length, 5)
+    domains = [draw(st.sampled_from(range(len(DOMAINS)))) for _ in documents] if tagged else None
+    control = "anchor-masked"  # its anchors are segments of one slot
+    patterns = [p for p in ATTENTION_PATTERNS if alignment == 1 or p != control]
+    pattern = draw(st.sampled_from(patterns))
+    return {
+        "documents": documents,
+        "domains": domains,
+        "settings": {
+            "sequence_length": sequence_length * alignment,
+            "packing": draw(st.sampled_from(["concat", "best-fit"])),
+            "document_alignment": alignment,
+            "attention_pattern": pattern,
+            "anchor_position": draw(st.sampled_from([0, 0, 3])) if pattern in ANCHORED else 0,
+            "first_token_loss": draw(st.booleans()),
+            "domain_tags": tagged,
+            "domain_tag_format": "{domain}:",
+            "random_seed": draw(st.integers(0, 9)),
+        },
+    }
+
+
+def build_case(
+    case: dict[str, Any], folder: str, num_samples: int | None = None, **changed: Any
+) -> PackedDataset:
+    """The train dataset of a case of `packings`."""
+    prefix = write_corpus(f"{folder}/c", case["documents"])
+    if case["domains"] is not None:
+        write_domains(prefix, case["domains"])
+    return build_train(prefix, num_samples, **(case["settings"] | changed))
+
+
+def tags_of(case: dict[str, Any]) -> list[list[int]]:
+    """The tokens of every document's tag."""
+    if case["domains"] is None:
+        return [[]] * len(case["documents"])
+    return [TAG_OF_DOMAIN[domain] for domain in case["domains"]]
+
+
+def slow_samples(case: dict[str, Any], *, epoch: int = 0) -> list[list[Slot]]:
+    """What the dataset must serve in an epoch, in order: the slow packer between two shuffles."""
+    options, documents = case["settings"], flatten(case["documents"])
+    random_state = np.random.RandomState(options["random_seed"])  # as Megatron for one epoch
+    if epoch:
+        seeds = np.random.SeedSequence([options["random_seed"], epoch])
+        random_state = np.random.RandomState(np.random.MT19937(seeds))
+    order = np.arange(len(documents))
+    random_state.shuffle(order)
+    tags = tags_of(case)
+    samples = pack(
+        [documents[n] for n in order],
+        anchor=ANCHOR,
+        sequence_length=options["sequence_length"],
+        packing=options["packing"],
+        alignment=options["document_alignment"],
+        tags=[tags[n] for n in order],
+    )
+    numbers = np.arange(len(samples))
+    random_state.shuffle(numbers)
+    return [samples[n] for n in numbers]

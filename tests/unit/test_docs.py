@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_anchor.console import COMMANDS
+from megatron_anchor.training import host_patches
 from tests.documentation import PAGES, ROOT, page_id
 
 OUR_FOLDERS = (
@@ -128,19 +129,16 @@ def test_the_pictures_of_the_pages_are_what_their_scripts_draw(tmp_path):
         assert changed.mean() < 0.02, f"draw docs/images/{name} again"  # fonts may differ a little
 
 
-def test_the_design_page_lists_every_name_of_megatron_that_is_replaced():
-    """Assignments to attributes of modules and classes of the host, `on_cpu` apart."""
+def test_the_design_page_holds_the_table_of_host_patches():
     text = (ROOT / "docs" / "design.md").read_text()
-    table = text[text.index("| replaced | by | why |") :].split("\n\n")[0]
-    first_column = (row.split("|")[1] for row in table.splitlines()[2:])
-    listed = {n.rpartition(".")[2] for cell in first_column for n in re.findall("`(.*?)`", cell)}
-    replaced = set()
+    shown = re.search(r"<!-- table: .*? -->\n(.*?)\n<!-- end of table -->", text, re.DOTALL)
+    assert shown[1] == host_patches.as_markdown(), "paste what the comment's command prints"
+
+
+def test_names_of_the_host_are_replaced_through_the_tables_alone():
+    """No other module assigns to an attribute of a module or class of the host."""
     for path in (ROOT / "megatron_anchor").rglob("*.py"):
-        if "on_cpu" not in path.parts:
-            found = re.findall(
-                r"^ +(?:host\w*|RerunStateMachine)\.(\w+)(?:, host\.(\w+))? = ",
-                path.read_text(),
-                re.MULTILINE,
-            )
-            replaced |= {name for names in found for name in names if name}
-    assert replaced == listed
+        found = re.findall(
+            r"^ +(?:host\w*|[A-Z]\w+)\.\w+(?:, host\.\w+)? = ", path.read_text(), re.M
+        )
+        assert not found, f"{path}: {found}"

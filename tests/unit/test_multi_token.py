@@ -7,52 +7,51 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_anchor import compat
+from megatron_anchor.attention import multi_token
 from megatron_anchor.attention.future_tokens import future_tokens
 from megatron_anchor.attention.multi_token import require_future
 from megatron_anchor.attention.packed import pack_micro_batch
-
-PACKED = object()
-
-
-@pytest.fixture
-def host(monkeypatch):
-    """Megatron's function for the loss, as something that tells what it was called with."""
-    from megatron.core.models.gpt import gpt_model
-
-    def process_mtp_loss(hidden_states, labels, loss_mask, **others):
-        return "Megatron's", hidden_states, labels, loss_mask, others
-
-    monkeypatch.setattr(gpt_model, "process_mtp_loss", process_mtp_loss)
-    return gpt_model
-
-
-def attach(hidden_states, labels, *, packed, config):
-    return "ours", hidden_states, labels, packed, config
+from megatron_anchor.patches import apply
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_the_loss_is_ours_for_packed_documents_and_megatrons_else(host, times):
+def test_the_loss_is_ours_for_packed_documents_and_megatrons_else(monkeypatch, times):
+    from megatron.core.models.gpt import gpt_model
+
+    def theirs(hidden_states, labels, loss_mask, **others):
+        return "Megatron's", hidden_states, labels, loss_mask, others
+
+    def ours(hidden_states, labels, *, packed, config):
+        return "ours", hidden_states, labels, packed, config
+
+    monkeypatch.setattr(gpt_model, "process_mtp_loss", theirs)
+    monkeypatch.setattr(multi_token, "attach_multi_token_loss", ours)
     for _ in range(times):
-        compat.replace_multi_token_loss(attach, for_packed=lambda x: x is PACKED)
+        apply(multi_token.LOSS_PATCH)
+    documents = packed()
     call = {"hidden_states": 1, "labels": 2, "loss_mask": 3, "input_ids": 4, "config": 5}
-    assert host.process_mtp_loss(**call, packed_seq_params=PACKED) == ("ours", 1, 2, PACKED, 5)
+    found = gpt_model.process_mtp_loss(**call, packed_seq_params=documents)
+    assert found == ("ours", 1, 2, documents, 5)
     other = {"packed_seq_params": None, "input_ids": 4, "config": 5}
-    assert host.process_mtp_loss(**{**call, **other}) == ("Megatron's", 1, 2, 3, other)
-    assert not hasattr(host.process_mtp_loss.original, "original"), "no chain of replacements"
+    found = gpt_model.process_mtp_loss(**{**call, **other})
+    assert found == ("Megatron's", 1, 2, 3, other)
+    assert gpt_model.process_mtp_loss.__wrapped__ is theirs, "no chain of replacements"
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_spec_brings_its_layers_along_and_others_get_stock_ones(monkeypatch, times):
     from megatron.training.models import gpt
 
-    monkeypatch.setattr(gpt, "mtp_block_spec", lambda config, spec, vp_stage=None: "stock")
+    def theirs(config, transformer_layer_spec, vp_stage=None):
+        return "stock"
+
+    monkeypatch.setattr(gpt, "mtp_block_spec", theirs)
     for _ in range(times):
-        compat.let_specs_bring_multi_token_layers()
+        apply(multi_token.LAYERS_PATCH)
     assert gpt.mtp_block_spec(None, SimpleNamespace(mtp="own"), vp_stage=1) == "own"
     assert gpt.mtp_block_spec(None, SimpleNamespace(mtp=None)) is None, "another stage has them"
     assert gpt.mtp_block_spec(None, SimpleNamespace(layer_specs=[])) == "stock"
-    assert not hasattr(gpt.mtp_block_spec.original, "original")
+    assert gpt.mtp_block_spec.__wrapped__ is theirs
 
 
 def packed(**more):

@@ -184,6 +184,24 @@ def test_a_bad_setting_is_refused_with_its_remedy(settings: dict[str, Any], mess
         make_config("corpus", **settings)
 
 
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("per_split", [False, True])
+def test_a_weight_that_is_no_weight_is_refused(weight: float, per_split: bool) -> None:
+    blend = (["first", "second"], [1.0, weight])
+    settings = {"blend_per_split": [None, blend, None]} if per_split else {}
+    message = rf"gives the corpus second the weight {weight}, expected a finite number above 0"
+    with pytest.raises(ValueError, match=message):
+        make_config(blend, **settings)
+
+
+def test_weights_are_refused_where_a_whole_set_is_read_once() -> None:
+    blend = (["first", "second"], [1.0, 2.0])
+    with pytest.raises(ValueError, match=r"--full-validation .* --valid-data-path"):
+        make_config(blend, full_validation=True)
+    make_config((blend[0], None), full_validation=True)
+    make_config(None, blend_per_split=[blend, (["third"], None), None], full_validation=True)
+
+
 def test_mock_data_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a corpus: set --data-path"):
         make_config(None, blend_per_split=None)

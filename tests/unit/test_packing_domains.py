@@ -16,6 +16,7 @@ from megatron_anchor.corpus.upsampling import make_document_list
 from megatron_anchor.packing.domains import check_format, tag_tokenizer
 from tests.unit.packing_oracle import (
     ANCHOR,
+    VOCAB_SIZE,
     build,
     build_train,
     make_config,
@@ -70,6 +71,22 @@ def test_a_tag_that_leaves_no_room_is_refused(tmp_path: Path) -> None:
     assert len(build_train(prefix, domain_tags=True, sequence_length=6)) == 1  # "bc: " and 2 slots
     with pytest.raises(ValueError, match=r"tag of the corpus .* has 4 tokens.*--domain-tag-format"):
         build_train(prefix, domain_tags=True, sequence_length=5)
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(50050, "50050"), (None, "any size")])
+def test_a_tag_outside_the_vocabulary_is_refused_at_start(
+    tmp_path: Path, vocab_size: int | None, size: str
+) -> None:
+    prefix = write_corpus(tmp_path / "c", [[[11, 12]]])
+    write_domains(prefix, [1])
+    first = -1 if vocab_size is None else 50000 + ord("a")  # the tag of a domain without documents
+    tokenizer = SimpleNamespace(
+        vocab_size=VOCAB_SIZE,
+        tokenize=lambda text: [first + ord(letter) - ord("a") for letter in text],
+    )
+    message = rf"the tag 'a: ' of the domain 'a' .*token id {first}, .* vocabulary of {size}: "
+    with pytest.raises(ValueError, match=message):
+        build_train(prefix, domain_tags=True, vocab_size=vocab_size, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("text", ["", "domain", "{source}", "{domain", "{0}: "])

@@ -1,118 +1,121 @@
-"""Order and number of epochs, against Megatron's own functions and against counting."""
+"""Plans of epochs: against Megatron's own functions, against counting, and each for itself."""
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
 from megatron_anchor.packing.epochs import (
+    PlanFigures,
     SamplePlan,
-    order_documents,
-    order_samples,
-    plan_samples,
+    plan_epochs,
+    random_state_of,
+    shuffled,
 )
 from megatron_anchor.packing.index import GATHERED_AT_ONCE, concatenate, count_slots
 
 
 def plan(
-    lengths: list[int], *, sequence_length: int, num_samples: int | None, seed: int = 7
+    lengths: list[int],
+    *,
+    sequence_length: int,
+    epochs: range = range(1),
+    seed: int = 7,
+    packing: str = "concat",
 ) -> SamplePlan:
     """A plan over documents with `lengths` tokens behind their anchors."""
-    return plan_samples(
+    return plan_epochs(
         np.arange(len(lengths), dtype=np.int32),
         np.array(lengths, dtype=np.int32),
+        epochs=epochs,
         sequence_length=sequence_length,
-        num_samples=num_samples,
         random_seed=seed,
+        packing=packing,
     )
 
 
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("num_epochs", [1, 2, 5])
-def test_documents_are_ordered_as_megatron_orders_them(num_epochs: int, separate: bool) -> None:
+def assert_equal(first: SamplePlan, second: SamplePlan) -> None:
+    for name, one, other in zip(SamplePlan._fields, first, second, strict=True):
+        assert one.dtype == other.dtype, name
+        assert np.array_equal(one, other), name
+
+
+@pytest.mark.parametrize("seed", [0, 9, 2**32 - 1])
+def test_the_first_epoch_is_ordered_as_megatron_orders_a_run_of_one(seed: int) -> None:
     documents = np.arange(3, 40, dtype=np.int32)
-    ours_state, theirs_state = np.random.RandomState(9), np.random.RandomState(9)
-    ours = order_documents(documents, num_epochs, separate, ours_state)
-    theirs = _build_document_index(documents, num_epochs, theirs_state, separate)
-    assert ours.dtype == theirs.dtype
-    assert np.array_equal(ours, theirs)
-    assert ours_state.randint(1 << 30) == theirs_state.randint(1 << 30)
+    ours, theirs = random_state_of(0, random_seed=seed), np.random.RandomState(seed)
+    order = _build_document_index(documents, 1, theirs, False)
+    assert np.array_equal(shuffled(documents.copy(), ours), order)
+    numbers = _build_shuffle_index(11, 11, theirs)
+    assert np.array_equal(shuffled(np.arange(11, dtype=numbers.dtype), ours), numbers)
+    ones = plan([9] * 37, sequence_length=10, seed=seed)
+    assert ones.shuffle_index.dtype == numbers.dtype
+    assert np.array_equal(ones.document_index, order - 3)
 
 
-@pytest.mark.parametrize(("first", "total"), [(10, 10), (7, 10), (0, 4), (1, 1)])
-def test_samples_are_ordered_as_megatron_orders_them(first: int, total: int) -> None:
-    ours = order_samples(first, total, np.random.RandomState(3))
-    theirs = _build_shuffle_index(first, total, np.random.RandomState(3))
-    assert ours.dtype == theirs.dtype
-    assert np.array_equal(ours, theirs)
+lengths_strategy = st.lists(st.integers(0, 30), min_size=1, max_size=10)
 
 
-lengths_strategy = st.lists(st.integers(0, 30), min_size=1, max_size=10).filter(any)
-
-
-@settings(deadline=None, max_examples=300)
-@given(lengths_strategy, st.integers(2, 12), st.integers(0, 200), st.integers(0, 3))
-@example([3], 12, 10, 0)
-@example([1] * 10, 2, 200, 0)
-def test_enough_epochs_and_not_more_than_full_samples_would_need(
-    lengths: list[int], sequence_length: int, num_samples: int, seed: int
+@settings(deadline=None, max_examples=200)
+@given(
+    lengths_strategy,
+    st.integers(2, 12),
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.sampled_from(["concat", "best-fit"]),
+    st.integers(0, 3),
+)
+def test_epochs_planned_together_are_those_planned_alone(
+    lengths: list[int], sequence_length: int, first: int, count: int, packing: str, seed: int
 ) -> None:
-    ours = plan(lengths, sequence_length=sequence_length, num_samples=num_samples, seed=seed)
-    num_epochs, rest = divmod(len(ours.document_index), len(lengths))
-    slots = sum(length + 1 for length in lengths if length)
-    assert rest == 0
-    assert num_epochs >= 1
-    assert len(ours.shuffle_index) == len(ours.sample_index) - 1 >= num_samples
-    assert num_epochs <= max(1, -(-num_samples * sequence_length // slots))
-    assert sorted(ours.shuffle_index) == list(range(len(ours.shuffle_index)))
-    documents, counts = np.unique(ours.document_index, return_counts=True)
-    assert documents.tolist() == list(range(len(lengths)))
-    assert set(counts) == {num_epochs}
+    common = {"sequence_length": sequence_length, "packing": packing, "seed": seed}
+    together = plan(lengths, epochs=range(first, first + count), **common)
+    documents = samples = 0
+    for number in range(count):
+        alone = plan(lengths, epochs=range(first + number, first + number + 1), **common)
+        size = len(alone.shuffle_index)
+        here = slice(samples, samples + size)
+        assert np.array_equal(together.figures[number], alone.figures[0])
+        assert PlanFigures(*alone.figures[0]).samples == size
+        assert np.array_equal(together.shuffle_index[here], alone.shuffle_index + samples)
+        assert sorted(alone.shuffle_index) == list(range(size))
+        begins = alone.sample_index[:-1] + np.array([documents, 0])
+        assert np.array_equal(together.sample_index[here], begins)
+        documents += len(alone.document_index)
+        samples += size
+    assert len(together.document_index) == documents
+    assert together.sample_index.tolist()[samples:] == [[documents, 0]]
+    assert len(together.shuffle_index) == samples
 
 
-def test_the_samples_of_one_epoch_are_served_by_one_epoch() -> None:
-    lengths = [9, 30, 4, 1, 17]
-    one_epoch = plan(lengths, sequence_length=5, num_samples=None)
-    number = len(one_epoch.shuffle_index)
-    slots = sum(length + 1 for length in lengths)
-    assert number > -(-slots // 5)  # repeated anchors make more samples than the bare slots fill
-    again = plan(lengths, sequence_length=5, num_samples=number)
-    for field, other in zip(one_epoch, again, strict=True):
-        assert np.array_equal(field, other)
-    assert len(plan(lengths, sequence_length=5, num_samples=number + 1).document_index) == 10
-
-
-def test_a_small_last_epoch_is_kept_apart() -> None:
-    lengths, sequence_length = [9] * 20, 10  # one document a sample: 20 samples an epoch
-    ours = plan(lengths, sequence_length=sequence_length, num_samples=45)
-    assert len(ours.document_index) == 60
-    assert sorted(ours.document_index[40:]) == list(range(20))
-    assert sorted(ours.shuffle_index[:40]) == list(range(40))
-    assert (ours.document_index[:20] != ours.document_index[20:40]).any()
-
-
-def test_a_large_last_epoch_is_mixed_with_the_others() -> None:
-    ours = plan([9] * 20, sequence_length=10, num_samples=57)
-    assert len(ours.document_index) == 60
-    assert sorted(ours.document_index[40:]) != list(range(20))
-    assert sorted(ours.shuffle_index[:40]) != list(range(40))
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    lengths = [9] * 20  # one document a sample
+    orders = [
+        plan(lengths, sequence_length=10, epochs=range(epoch, epoch + 1)) for epoch in range(4)
+    ]
+    for name in ("document_index", "shuffle_index"):
+        found = {tuple(getattr(order, name)) for order in orders}
+        assert len(found) == 4
+        assert {tuple(sorted(numbers)) for numbers in found} == {tuple(range(20))}
 
 
 def test_documents_without_content_make_no_samples() -> None:
-    ours = plan([0, 0], sequence_length=4, num_samples=5)
+    ours = plan([0, 0], sequence_length=4, epochs=range(3))
     assert ours.sample_index.tolist() == [[0, 0]]
     assert len(ours.shuffle_index) == 0
+    assert ours.figures.tolist() == [[0] * 5] * 3
 
 
 def test_the_seed_alone_changes_the_order() -> None:
     lengths = list(range(1, 40))
-    first, same, other = (
-        plan(lengths, sequence_length=8, num_samples=None, seed=seed) for seed in (1, 1, 2)
-    )
-    assert all(np.array_equal(a, b) for a, b in zip(first, same, strict=True))
-    assert not np.array_equal(first.document_index, other.document_index)
-    assert not np.array_equal(first.shuffle_index, other.shuffle_index)
+    for epochs in (range(1), range(2, 4)):
+        first, same, other = (
+            plan(lengths, sequence_length=8, epochs=epochs, seed=seed) for seed in (1, 1, 2)
+        )
+        assert_equal(first, same)
+        assert not np.array_equal(first.document_index, other.document_index)
+        assert not np.array_equal(first.shuffle_index, other.shuffle_index)
 
 
 def test_cutting_is_the_same_over_many_blocks_of_documents() -> None:

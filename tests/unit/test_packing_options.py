@@ -7,93 +7,27 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.packing.patterns import ANCHORED, ATTENTION_PATTERNS, PLANNED_PATTERNS
+from megatron_anchor.packing.patterns import PLANNED_PATTERNS
 from tests.unit.packing_oracle import (
     ANCHOR,
-    DOMAINS,
     PAD,
+    build_case,
     build_train,
-    corpora,
     expected_fields,
     flatten,
-    pack,
+    packings,
     plain,
-    spell,
+    slow_samples,
+    tags_of,
     targets,
     write_corpus,
     write_domains,
 )
-
-TAG_OF_DOMAIN = [spell(f"{name}:")[1:] if name != "unknown" else [] for name in DOMAINS]
-
-
-@st.composite
-def packings(draw: st.DrawFn, *, unique: bool = False) -> dict[str, Any]:
-    """A corpus and all settings that say which token stands where."""
-    sequence_length, documents = draw(corpora(unique=unique))
-    alignment = draw(st.sampled_from([1, 1, 2, 3, 4]))
-    tagged = draw(st.booleans())
-    if tagged:
-        sequence_length = max(sequence_length, 5)
-    domains = [draw(st.sampled_from(range(len(DOMAINS)))) for _ in documents] if tagged else None
-    control = "anchor-masked"  # its anchors are segments of one slot
-    patterns = [p for p in ATTENTION_PATTERNS if alignment == 1 or p != control]
-    pattern = draw(st.sampled_from(patterns))
-    return {
-        "documents": documents,
-        "domains": domains,
-        "settings": {
-            "sequence_length": sequence_length * alignment,
-            "packing": draw(st.sampled_from(["concat", "best-fit"])),
-            "document_alignment": alignment,
-            "attention_pattern": pattern,
-            "anchor_position": draw(st.sampled_from([0, 0, 3])) if pattern in ANCHORED else 0,
-            "first_token_loss": draw(st.booleans()),
-            "domain_tags": tagged,
-            "domain_tag_format": "{domain}:",
-            "random_seed": draw(st.integers(0, 9)),
-        },
-    }
-
-
-def build(case: dict[str, Any], folder: str, **changed: Any) -> PackedDataset:
-    prefix = write_corpus(f"{folder}/c", case["documents"])
-    if case["domains"] is not None:
-        write_domains(prefix, case["domains"])
-    return build_train(prefix, **(case["settings"] | changed))
-
-
-def tags_of(case: dict[str, Any]) -> list[list[int]]:
-    if case["domains"] is None:
-        return [[]] * len(case["documents"])
-    return [TAG_OF_DOMAIN[domain] for domain in case["domains"]]
-
-
-def slow_samples(case: dict[str, Any]) -> list:
-    """What the dataset must serve, in its order: the slow packer behind Megatron's shuffles."""
-    options, documents = case["settings"], flatten(case["documents"])
-    random_state = np.random.RandomState(options["random_seed"])
-    order = np.arange(len(documents))
-    random_state.shuffle(order)
-    tags = tags_of(case)
-    samples = pack(
-        [documents[n] for n in order],
-        anchor=ANCHOR,
-        sequence_length=options["sequence_length"],
-        packing=options["packing"],
-        alignment=options["document_alignment"],
-        tags=[tags[n] for n in order],
-    )
-    numbers = np.arange(len(samples))
-    random_state.shuffle(numbers)
-    return [samples[n] for n in numbers]
 
 
 def test_every_sample_equals_the_slow_packer_under_all_options() -> None:
@@ -105,7 +39,7 @@ def test_every_sample_equals_the_slow_packer_under_all_options() -> None:
         options = case["settings"]
         samples = slow_samples(case)
         with tempfile.TemporaryDirectory() as folder:
-            ours = build(case, folder)
+            ours = build_case(case, folder)
             assert [plain(sample) for sample in ours] == [
                 expected_fields(
                     sample,
@@ -151,7 +85,7 @@ def test_ten_samples_of_public_text_equal_the_slow_packer(tmp_path: Path, packin
     }
     expected = slow_samples(case)[:10]
     for pattern in PLANNED_PATTERNS:
-        ours = build(case, str(tmp_path), attention_pattern=pattern)
+        ours = build_case(case, str(tmp_path), attention_pattern=pattern)
         assert [plain(ours[number]) for number in range(10)] == [
             expected_fields(sample, sequence_length=2048, pad=PAD, pattern=pattern)
             for sample in expected
@@ -171,7 +105,7 @@ def test_the_loss_law_under_all_options() -> None:
         interleaved &= options["attention_pattern"] != "intra-document-reset"
         with tempfile.TemporaryDirectory() as folder:
             interleaving = Interleaving(max_chunks=3, min_chunk_length=1) if interleaved else None
-            samples = list(build(case, folder, interleaving=interleaving))
+            samples = list(build_case(case, folder, interleaving=interleaving))
         found = Counter(label for sample in samples for label in targets(sample))
         expected = Counter(t for content in contents for t in content)
         if not options["first_token_loss"]:
@@ -205,7 +139,7 @@ def test_best_fit_cuts_only_what_does_not_fit() -> None:
         case["settings"]["packing"] = "best-fit"
         tags, length = tags_of(case), case["settings"]["sequence_length"]
         with tempfile.TemporaryDirectory() as folder:
-            dataset = build(case, folder)
+            dataset = build_case(case, folder)
             slices = Counter(
                 int(d) for i in range(len(dataset)) for d in dataset.pieces(i).document
             )
@@ -229,7 +163,7 @@ def test_filling_changes_no_token_of_a_masked_sample() -> None:
     def check(case: dict[str, Any]) -> None:
         options = case["settings"]
         with tempfile.TemporaryDirectory() as folder:
-            ours = list(build(case, folder))
+            ours = list(build_case(case, folder))
         for sample, slots in zip(ours, slow_samples(case), strict=True):
             bare = [slot for slot in slots if slot.kind != "filling"]
             real = [n for n, slot in enumerate(slots) if slot.kind != "filling"]
@@ -263,7 +197,7 @@ def test_one_index_serves_all_ways_of_reading(tmp_path: Any, packing: str) -> No
         {"mmap_bin_files": False},
     ):
         build_train(prefix, **common, **reading)
-    assert len(list((tmp_path / "cache").glob("*train-description.json"))) == 1
+    assert len(list((tmp_path / "cache").glob("*train-epoch-0-description.json"))) == 1
 
 
 @settings(deadline=None, max_examples=30)

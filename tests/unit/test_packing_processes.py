@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_anchor.packing import dataset as dataset_module
+from megatron_anchor.packing import epoch_planner as planner_module
 from tests.unit.packing_oracle import build_train, plain, write_corpus
 
 DOCUMENTS = [[[10 * n + k for k in range(n % 7 + 1)]] for n in range(1, 40)]
@@ -50,14 +51,14 @@ def in_two_processes(work: Callable[[int], Any]) -> list[Any]:
 def test_two_jobs_may_build_one_index_at_once(prefix: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     start = multiprocessing.get_context("fork").Barrier(2)
-    plan_samples = dataset_module.plan_samples
+    plan_epochs = planner_module.plan_epochs
 
     def work(_: int) -> list[dict]:
         def after_both_found_nothing(*args: Any, **settings: Any) -> Any:
             start.wait(timeout=30)
-            return plan_samples(*args, **settings)
+            return plan_epochs(*args, **settings)
 
-        dataset_module.plan_samples = after_both_found_nothing
+        planner_module.plan_epochs = after_both_found_nothing
         return contents(build_train(prefix, path_to_cache=str(cache)))
 
     first, second = in_two_processes(work)
@@ -76,17 +77,17 @@ def in_a_job_of_two_ranks(
         )
         built: list[int] = []
         warned: list[str] = []
-        plan_samples = dataset_module.plan_samples
+        plan_epochs = planner_module.plan_epochs
 
         def counted(*args: Any, **settings: Any) -> Any:
             built.append(1)
-            return plan_samples(*args, **settings)
+            return plan_epochs(*args, **settings)
 
         class Warned(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
                 warned.append(record.getMessage())
 
-        dataset_module.plan_samples = counted
+        planner_module.plan_epochs = counted
         dataset_module.logger.addHandler(Warned(level=logging.WARNING))
         dataset = build_train(prefix, path_to_cache=str(cache_of_rank(rank)))
         found = contents(dataset)

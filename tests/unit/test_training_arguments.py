@@ -172,9 +172,11 @@ REFUSED = {
     "--balance-attention-work --decrease-batch-size-if-needed": "leave out --decrease-batch-size",
     "--balance-attention-work --dataloader-type cyclic": "needs --dataloader-type single",
     "--full-validation": "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets",
+    "--multiple-validation-sets": "--multiple-validation-sets: Megatron 0.19.2 needs --full-val",
+    "--full-validation --multiple-validation-sets --pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2": "--full-validation: .* interleaved pipelines",
     "--transformer-impl transformer_engine": "Transformer Engine is not installed",
     "--fp8-format hybrid": "--fp8-format hybrid: it needs --transformer-impl transformer_engine",
-    "--multiple-validation-sets": "--multiple-validation-sets: Megatron 0.19.2 needs --full-valid",
     "--validation-set-names a b": "--validation-set-names a b: Megatron needs --multiple-validat",
     "--apply-layernorm-1p": "--apply-layernorm-1p needs Transformer Engine",
     "--phase-transition-iterations 2": "--phase-transition-iterations 2: .*give --train-samples",
