@@ -139,12 +139,13 @@ def _report_depths(batch: MicroBatch, args: Any) -> dict[str, Tensor]:
     """Check and report what multi-token prediction found, as [sum, count] pairs.
 
     Names are Megatron's; its values are means of the ranks' and micro-batches' means, these weigh
-    every target alike.
+    every target alike. A batch of short documents may have none, whose loss is then said to be 0.
     """
     future, report = batch.packed.future, {}
     assert future is not None
     for number, (depth, found) in enumerate(zip(future.depths, future.found, strict=True), 1):
-        total, targets = found.losses_Bs.float().sum(), depth.loss_mask_Bs.sum()
+        total = found.losses_Bs.float().sum()
+        targets = depth.loss_mask_Bs.sum().clamp(min=torch.finfo(torch.float32).tiny)
         with bad_batch.judging(found.losses_Bs, batch.origin_B2):
             _check(total, args, what=f" of mtp_{number}", spikes=False)
         report[f"mtp_{number} loss"] = torch.stack((total, targets))
