@@ -81,10 +81,13 @@ LAYOUTS = {
 """`keys`: groups across which keys and values are gathered."""
 
 CONTROL = "control: each rank's part of the keys' gradient"
+CROSSING = "control: depths predict beyond documents"
+CONTROLS = {CONTROL: (LITE, {"tp": 2, "sp": True, "dp": 2}), CROSSING: (V3, {})}
+"""What is wrong on purpose, to see that the comparison notices."""
 
 
 def shape_of(name):
-    return LAYOUTS.get(name, (LITE, {"tp": 2, "sp": True, "dp": 2}))
+    return (LAYOUTS | CONTROLS)[name]
 
 
 def ranks_of(layout):
@@ -270,13 +273,16 @@ def logit_difference(number, slots, logits_sV, expected):
 
 
 def _control(name):
-    """Leave out what sums the gradient of the keys' shared part, where that is to be seen."""
-    from megatron_anchor.attention import latent
+    """Have the error of a control for the length of a block."""
+    from megatron_anchor.attention import future_tokens, latent
 
-    if name != CONTROL:
-        return nullcontext()
-    name = "copy_to_tensor_model_parallel_region"
-    return mock.patch.object(latent, name, lambda x, group: x)
+    if name == CONTROL:
+        function = "copy_to_tensor_model_parallel_region"
+        return mock.patch.object(latent, function, lambda x, group: x)
+    if name == CROSSING:
+        ends = torch.full((1, S), S)
+        return mock.patch.object(future_tokens, "segment_ends", return_value=ends)
+    return nullcontext()
 
 
 def compare_layouts(names, pickled):
@@ -320,9 +326,9 @@ def truth(oracles, runs):
         gradients = {}
         for dp, size in {
             (layout.get("dp", 1), layout.get("micro_batch", 1))
-            for key, layout in LAYOUTS.values()
+            for key, layout in (LAYOUTS | CONTROLS).values()
             if key == name
-        } | {(2, 1)}:
+        }:
             for per_token in (False, True):
                 ranks = tiny_moe.deal(runs[name], dp=dp, micro_batch=size)
                 gradients[dp, size, per_token] = backward(case, model, ranks, per_token)
@@ -355,7 +361,7 @@ def results(truth):
     out, pickled = {}, pickle.dumps(truth)
     for ranks in (1, 4):
         names = [name for name, (_, layout) in LAYOUTS.items() if ranks_of(layout) == ranks]
-        names += [CONTROL] if ranks == 4 else []
+        names += [name for name, (_, layout) in CONTROLS.items() if ranks_of(layout) == ranks]
         for rank in run_ranks(compare_layouts, ranks, names, pickled, timeout=600):
             for key, result in rank.items():
                 out.setdefault(key, []).append(result)
@@ -514,3 +520,11 @@ def test_a_gradient_of_one_ranks_heads_would_be_noticed(per_token, results):
     seen = largest_differences(results[CONTROL, per_token])
     down = [value for name, value in seen.items() if "linear_kv_down_proj" in name]
     assert min(down) > 0.01
+
+
+@BOTH
+def test_targets_of_another_document_would_be_noticed(per_token, results):
+    """Negative control: tokens and labels shifted through the sample, as if it were one text."""
+    seen = largest_differences(results[CROSSING, per_token])
+    assert min(value for name, value in seen.items() if "eh_proj" in name) > 0.01
+    assert seen["embedding.word_embeddings.weight"] > 0.01
