@@ -33,7 +33,7 @@ docs: .venv-docs/.ready  ## the site, into site/ (--quiet would let broken links
 clean:  ## remove the environment and what the demo wrote
 	rm -rf $(VENV) .venv-te .venv-docs demo_output site
 
-$(VENV)/.ready: setup.py requirements/constraints.txt tools/make_venv.sh
+$(VENV)/.ready: setup.py requirements/constraints.txt tools/make_venv.sh tools/venv_aside.sh
 	tools/make_venv.sh $(VENV)
 
 .venv-docs/.ready: requirements/docs.txt requirements/constraints.txt tools/make_venv.sh

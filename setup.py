@@ -40,7 +40,7 @@ setup(
         "plot": ["matplotlib>=3.9"],
         "eval": ["lm-eval[ruler]>=0.4.9"],
         "zstd": ["zstandard>=0.23"],
-        "fast": ["gigatoken", "orjson"],
+        "fast": ["gigatoken>=0.10", "orjson"],
         "ray": ["ray>=2.40"],
         "dev": [
             "pytest>=8.3",

@@ -4,6 +4,8 @@ Ours is the kernel `sdpa` (one call a document). Peers, on the same tensors in t
 
 - SDPA with the causal flag: full attention, what packing without masks costs;
 - SDPA with the documents' S x S mask: the same result, the plain way;
+- the same two for one long document under a sliding window (--windows), whose band our kernel
+  computes in chunks;
 - FlexAttention, compiled, with a block mask of the documents: the same result; it has no backward
   pass on a CPU, so this row is forward only. It needs a C++ compiler.
 
@@ -22,14 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import gpu_lengths
+import numpy as np
 import torch
 from side_by_side import Comparison, Findings, at_least_one, compare
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_anchor.attention.backends import sdpa
-from megatron_anchor.attention.block_mask import documents_block_mask
+from megatron_anchor.attention.block_mask import runs_block_mask
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_batch
+from megatron_anchor.attention.runs import document_runs
+from megatron_anchor.windows import Window
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
 SCALE = HEAD_DIM**-0.5
@@ -56,12 +61,12 @@ class Sample:
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
         self.upstream_SHD = torch.randn(self.q_SHD.shape, generator=generator)
-        self.block_mask = documents_block_mask(self.cu_seqlens, slots=seq_length)
+        self.block_mask = runs_block_mask(self.packed.runs())
 
     def ours(self) -> Tensor:
         """One call a document."""
         return sdpa.attend(
-            self.q_SHD, self.k_SGD, self.v_SGD, packed=self.packed, scale=SCALE, dropout=0.0
+            self.q_SHD, self.k_SGD, self.v_SGD, runs=self.packed.runs(), scale=SCALE, dropout=0.0
         )
 
     def full(self) -> Tensor:
@@ -120,6 +125,68 @@ def benchmark(seq_length: int, repeats: int) -> list[Comparison]:
     return rows
 
 
+class Band:
+    """One document under a sliding window; its methods are the ways to attend."""
+
+    def __init__(self, seq_length: int, window: int) -> None:
+        self.window = window
+        self.runs = document_runs(
+            np.array([seq_length]), device=torch.device("cpu"), window=Window(size=window)
+        )
+        generator = torch.Generator().manual_seed(seq_length)
+        self.q_SHD, self.k_SHD, self.v_SHD, self.upstream_SHD = (
+            torch.randn(seq_length, HEADS, HEAD_DIM, generator=generator) for _ in range(4)
+        )
+        for x in (self.q_SHD, self.k_SHD, self.v_SHD):
+            x.requires_grad_()
+        place_S = torch.arange(seq_length)
+        behind_SS = place_S[:, None] - place_S
+        self.mask_SS = (behind_SS >= 0) & (behind_SS < window)
+
+    def ours(self) -> Tensor:
+        """The band in chunks."""
+        return sdpa.attend(
+            self.q_SHD, self.k_SHD, self.v_SHD, runs=self.runs, scale=SCALE, dropout=0.0
+        )
+
+    def masked(self) -> Tensor:
+        """A mask of all pairs."""
+        return self._sdpa(attn_mask=self.mask_SS)
+
+    def full(self) -> Tensor:
+        """No window."""
+        return self._sdpa(is_causal=True)
+
+    def forward_and_backward(self, attend: Callable[[], Tensor]) -> None:
+        """One step of a way."""
+        attend().backward(self.upstream_SHD)
+        self.q_SHD.grad = self.k_SHD.grad = self.v_SHD.grad = None
+
+    def _sdpa(self, **mask: Any) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (self.q_SHD, self.k_SHD, self.v_SHD))
+        return scaled_dot_product_attention(q, k, v, scale=SCALE, **mask)[0].transpose(0, 1)
+
+
+def benchmark_window(seq_length: int, window: int, repeats: int) -> list[Comparison]:
+    """A window's band against a mask of all pairs and against no window."""
+    band = Band(seq_length, window)
+    torch.testing.assert_close(band.ours(), band.masked(), atol=1e-4, rtol=1e-4)
+    return [
+        compare(
+            f"window of {window}, forward and backward, one document of {seq_length}",
+            lambda: band.forward_and_backward(band.ours),
+            lambda way=way: band.forward_and_backward(way),
+            peer=peer,
+            repeats=repeats,
+            note=note,
+        )
+        for way, peer, note in (
+            (band.masked, "SDPA with an S x S mask", "same result"),
+            (band.full, "SDPA, full causal attention", "does more work"),
+        )
+    ]
+
+
 def against_flex(sample: Sample, name: str, repeats: int) -> Comparison:
     """Forward only."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -143,11 +210,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--windows", type=at_least_one, nargs="*", default=[128, 1024])
     parser.add_argument("--repeats", type=at_least_one, default=3)
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for s in options.seq_lengths for row in benchmark(s, options.repeats)]
+    longest = max(options.seq_lengths)
+    for window in options.windows:
+        rows += benchmark_window(longest, min(window, longest), options.repeats)
     findings = Findings(comparisons=rows)
     print(findings.table())
     if options.json:

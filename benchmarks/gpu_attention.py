@@ -90,7 +90,7 @@ def measure(name: str, lengths: list[int], options: argparse.Namespace) -> dict[
 
     def run() -> tuple[float, float]:
         started = now(options)
-        out = attend(q, k, v, packed=packed, scale=options.head_dim**-0.5, dropout=0.0)
+        out = attend(q, k, v, runs=packed.runs(), scale=options.head_dim**-0.5, dropout=0.0)
         between = now(options)
         out.backward(upstream)
         q.grad = k.grad = v.grad = None

@@ -82,7 +82,7 @@ def _start(model: str) -> None:
     if Path(model).is_file():
         _TOKENIZER = PreTrainedTokenizerFast(tokenizer_file=model)
     else:
-        _TOKENIZER = AutoTokenizer.from_pretrained(model)
+        _TOKENIZER = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     _TOKENIZER.model_max_length = int(1e30)
 
 

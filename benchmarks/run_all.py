@@ -60,6 +60,11 @@ def benchmarks(work: Path, *, quick: bool) -> list[Benchmark]:
             ("--seq-lengths", "512", "--repeats", "2") if quick else (),
         ),
         Benchmark(
+            "Context parallelism (work of the ranks; CPU time)",
+            "context_parallel.py",
+            ("--seq-length", "8192", "--samples", "2") if quick else (),
+        ),
+        Benchmark(
             "Training steps (one thread, CPU time)",
             "step_time.py",
             ("--corpus", str(corpus), "--samples", "2", "--seq-lengths")

@@ -62,8 +62,10 @@ class Findings:
 
     def table(self) -> str:
         """Markdown, the comparisons first."""
-        lines = ["| what | peer | peer's | ours | speed against peer | range | note |"]
-        lines.append("|---|---|---|---|---|---|---|")
+        lines = []
+        if self.comparisons:
+            lines = ["| what | peer | peer's | ours | speed against peer | range | note |"]
+            lines.append("|---|---|---|---|---|---|---|")
         for row in self.comparisons:
             span = "" if row.ratio_min is None else f"{row.ratio_min:.2f} to {row.ratio_max:.2f}"
             lines.append(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_anchor import __version__
+from megatron_anchor.terminal import say, say_block
 
 
 class Command(NamedTuple):
@@ -104,7 +105,8 @@ example, from texts to a model in Hugging Face's form:
   megatron-anchor convert to-megatron --hf models/Llama-2-7b --out models/llama --extend-to 65536
   torchrun --nproc-per-node 8 -m megatron_anchor.pretrain_gpt \\
       $(cat models/llama/megatron_args.txt) --pretrained-checkpoint models/llama \\
-      --data-path corpus/mine_text_document --seq-length 65536 --save run ...
+      --data-path corpus/mine_text_document --seq-length 65536 --save run \\
+      --dist-ckpt-optim-fully-reshardable ...
   megatron-anchor convert to-hf --megatron run --out models/Llama-2-7b-64K
 
 `megatron-anchor COMMAND --help` shows a command's flags with a worked example of its own. Training
@@ -135,10 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(help_text())
+        say_block(help_text())
         return 0 if words else 2
     if words[0] == "--version":
-        print(f"megatron-anchor {__version__}")
+        say(f"megatron-anchor {__version__}")
         return 0
     pair = " ".join(words[:2])
     name = pair if pair in COMMANDS else words[0]
@@ -161,14 +163,14 @@ def _no_such_command(words: Sequence[str]) -> int:
     asks_for_help = group and words[1:2] in ([], ["-h"], ["--help"])
     if asks_for_help:
         rows = [f"  megatron-anchor {name} --help" for name in group]
-        print("\n".join([f"{words[0]} is one of", *rows]))
+        say(f"{words[0]} is one of", *rows)
         return 0 if words[1:] else 2
     groups = {name.split()[0] for name in COMMANDS}
     near = difflib.get_close_matches(asked, [*COMMANDS, *groups], n=1)
     remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
     if asked in _TRAINING:
         remedy = "training is `torchrun -m megatron_anchor.pretrain_gpt`, a program of its own"
-    print(f"error: no command {asked!r}: {remedy}", file=sys.stderr)
+    say(f"error: no command {asked!r}: {remedy}", file=sys.stderr)
     return 2
 
 
@@ -184,7 +186,7 @@ def _show_help(command: Command, arguments: Sequence[str]) -> int:
         with contextlib.redirect_stdout(text):
             return _call(command, arguments)
     finally:
-        print(_in_our_words(text.getvalue()), end="")
+        say_block(_in_our_words(text.getvalue()).rstrip("\n"))
 
 
 def _in_our_words(text: str) -> str:

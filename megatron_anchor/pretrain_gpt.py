@@ -20,6 +20,7 @@ SECONDS_FOR_THE_REASON = 60
 from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 
 from megatron_anchor import compat  # noqa: E402
+from megatron_anchor.terminal import say_block  # noqa: E402
 
 
 @record
@@ -35,34 +36,33 @@ def main() -> None:
             "error: no CUDA device was found. To run on the CPU put megatron_anchor.on_cpu in "
             "front: torchrun ... -m megatron_anchor.on_cpu -m megatron_anchor.pretrain_gpt ..."
         )
-    compat.use_shipped_dataset_helpers()
     compat.quiet_expected_warnings()
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_anchor.training import (
-        bad_batch,
-        full_validation,
-        last_checkpoints,
-        saved_checkpoints,
-    )
+    from megatron_anchor.training import bad_batch, host_patches, loaded_model
     from megatron_anchor.training.arguments import add_anchor_arguments
+    from megatron_anchor.training.data_arguments import require_corpora
     from megatron_anchor.training.forward_step import forward_step
     from megatron_anchor.training.providers import datasets_provider, model_config
     from megatron_anchor.training.validation import require_supported
 
-    compat.write_trackers_whole()
-    saved_checkpoints.explain_failed_saves()
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     try:
-        args = compat.parse_and_validate_args(add_anchor_arguments, check=require_supported)
-        bad_batch.install(args)
+        args = compat.parse_and_validate_args(
+            add_anchor_arguments,
+            check=require_supported,
+            restore=loaded_model.restore_model,
+            compare=loaded_model.require_same_model,
+        )
+        require_corpora(args)
+        bad_batch.make_folder(args)
+        host_patches.install(args)
+        with compat.refusals_of_the_host():
+            container = pretrain_cfg_container_from_args(args, model_config(args))
     except ValueError as error:
         _end_with(f"error: {error}")
-    last_checkpoints.install(args)
-    full_validation.install(args)
-    container = pretrain_cfg_container_from_args(args, model_config(args))
     datasets = _ending_for_users(datasets_provider)
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
 
@@ -91,7 +91,7 @@ def _end_with(message: str) -> NoReturn:
     """
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         time.sleep(SECONDS_FOR_THE_REASON)
-    print(message, file=sys.stderr, flush=True)
+    say_block(message, file=sys.stderr)
     raise SystemExit(2)
 
 

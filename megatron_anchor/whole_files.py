@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-logger = logging.getLogger(__name__)
+from megatron_anchor.terminal import logger_of
+
+logger = logger_of(__name__)
 
 ABANDONED_AFTER = 24 * 3600
 """Seconds without a write after which a temporary file belongs to nobody: writers on other

@@ -28,11 +28,13 @@ def _documents(
             yield slice(a, a + queries), slice(c, c + keys)
 
 
-def _hidden(queries: int, keys: int, *, causal: bool, bottom_right: bool) -> Tensor:
+def _hidden(queries: int, keys: int, *, causal: bool, bottom_right: bool, left: int = -1) -> Tensor:
     if not causal:
         return torch.zeros(queries, keys, dtype=torch.bool)
     shift = keys - queries if bottom_right else 0
-    return torch.arange(keys)[None] > torch.arange(queries)[:, None] + shift
+    own = torch.arange(queries)[:, None] + shift
+    hidden = torch.arange(keys)[None] > own
+    return hidden if left < 0 else hidden | (torch.arange(keys)[None] < own - left)
 
 
 def attend_documents(
@@ -45,6 +47,7 @@ def attend_documents(
     scale: float,
     causal: bool,
     bottom_right: bool = False,
+    left: int = -1,
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Attend inside documents, in float32 inside; slots outside of them stay 0.
@@ -58,18 +61,19 @@ def attend_documents(
         scale: factor of the logits.
         causal: hide later keys.
         bottom_right: align the causal mask to the last query and key, not to the first.
+        left: keys before a query's own that it sees, -1 for all of them.
         offsets: where each document's queries and keys begin, if not side by side.
 
     Returns:
         [T, H, D] output in the dtype of ``q_THD`` and [T, H] float32 log-sum-exp.
     """
     copies = q_THD.shape[1] // k_UGD.shape[1]
-    out = torch.zeros_like(q_THD, dtype=torch.float32)
+    out = q_THD.new_zeros(*q_THD.shape[:2], v_UGD.shape[-1], dtype=torch.float32)
     lse = torch.full(q_THD.shape[:2], -torch.inf)
     for a, c in _documents(cu_seqlens_q, cu_seqlens_k, offsets):
         k, v = (x[c].float().repeat_interleave(copies, 1) for x in (k_UGD, v_UGD))
         logits = torch.einsum("qhd,khd->hqk", q_THD[a].float(), k) * scale
-        hidden = _hidden(*logits.shape[1:], causal=causal, bottom_right=bottom_right)
+        hidden = _hidden(*logits.shape[1:], causal=causal, bottom_right=bottom_right, left=left)
         logits = logits.masked_fill(hidden, -torch.inf)
         lse[a] = logits.logsumexp(-1).t().detach()
         out[a] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v)
@@ -85,6 +89,7 @@ def attend_documents_backward(
     scale: float,
     causal: bool,
     bottom_right: bool = False,
+    left: int = -1,
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiate as a flash kernel does: from the output and log-sum-exp that it is given.
@@ -106,7 +111,7 @@ def attend_documents_backward(
         q, grad, out = (x[a].float() for x in (q_THD, grad_THD, out_THD))
         k, v = (x[c].float().repeat_interleave(copies, 1) for x in (k_UGD, v_UGD))
         logits = torch.einsum("qhd,khd->hqk", q, k) * scale
-        hidden = _hidden(*logits.shape[1:], causal=causal, bottom_right=bottom_right)
+        hidden = _hidden(*logits.shape[1:], causal=causal, bottom_right=bottom_right, left=left)
         weights = (logits - lse_TH[a].float().t()[..., None]).exp().masked_fill(hidden, 0.0)
         d_weights = torch.einsum("qhd,khd->hqk", grad, v)
         d_logits = weights * (d_weights - (grad * out).sum(-1).t()[..., None]) * scale

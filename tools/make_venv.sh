@@ -1,10 +1,44 @@
 #!/usr/bin/env bash
 # Make a virtual environment with this package and pinned versions of all it needs.
-# Usage: tools/make_venv.sh DIR [WHAT...]     (PYTHON=/path/to/python chooses the interpreter)
-# WHAT is for pip, instead of this package with its extras dev, plot and fast.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${1:?usage: tools/make_venv.sh DIR [WHAT...]}
+# shellcheck source-path=SCRIPTDIR source=venv_aside.sh
+source tools/venv_aside.sh
+
+usage() {
+    cat <<'USAGE'
+usage: tools/make_venv.sh DIR [WHAT ...]
+
+Makes the virtual environment DIR with the versions of requirements/constraints.txt; one that is
+there is replaced, and kept if the new one cannot be finished.
+
+  DIR        folder of the environment, from the root of the clone
+  WHAT       for pip install: packages, -r FILE or -e PATH; default: -e '.[dev,plot,fast]', which is
+             this package with its tests, plots and fast tokenizers (about 6 GB: torch)
+  PYTHON=... the interpreter, 3.12 or later; default: the first that is found
+
+example: PYTHON=/opt/python3.12/bin/python tools/make_venv.sh .venv
+USAGE
+}
+
+for word in "$@"; do
+    case $word in
+        -h | --help)
+            usage
+            exit
+            ;;
+        -r | -e) ;;
+        -*)
+            echo "error: unknown option $word; --help lists what there is" >&2
+            exit 2
+            ;;
+    esac
+done
+if [[ $# -eq 0 ]]; then
+    usage >&2
+    exit 2
+fi
+venv=$1
 shift
 size=""
 if [ $# -eq 0 ]; then
@@ -19,7 +53,7 @@ is_usable() {
 find_python() {
     local candidate
     for candidate in ${PYTHON:-} python3.12 python3.13 python3 python \
-        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python; do
+        "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[2-9]*/bin/python; do
         if command -v "$candidate" >/dev/null 2>&1 && is_usable "$candidate"; then
             command -v "$candidate"
             return
@@ -36,8 +70,8 @@ MESSAGE
 }
 
 python=$(find_python)
+set_aside "$venv"
 echo "Setting up $venv with $("$python" --version) from $python$size"
-rm -rf "$venv"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --upgrade pip
 "$venv/bin/python" -m pip install --quiet -c requirements/constraints.txt "$@"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -85,7 +86,7 @@ def run_tool(name: str, *arguments: object) -> None:
     """Run one of the project's tools and stop the demo when it fails."""
     command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
     if subprocess.run(command).returncode:
-        raise SystemExit(f"failed: {' '.join(command)}")
+        raise SystemExit(f"failed: {shlex.join(command)}")
 
 
 def train(demo: Path, pattern: str, *flags: str) -> list[Step]:

@@ -27,6 +27,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from scoring import score_model, scoring_model
 
 from megatron_anchor import compat
+from megatron_anchor.training import host_patches, loaded_model
 from megatron_anchor.training.arguments import add_anchor_arguments
 from megatron_anchor.training.forward_step import forward_step
 from megatron_anchor.training.providers import anchor_token_id, datasets_provider, model_config
@@ -36,8 +37,13 @@ from megatron_anchor.training.validation import require_supported
 def main() -> None:
     """Train, then score."""
     compat.quiet_expected_warnings()
-    compat.use_shipped_dataset_helpers()
-    args = compat.parse_and_validate_args(add_arguments, check=require_supported)
+    args = compat.parse_and_validate_args(
+        add_arguments,
+        check=require_supported,
+        restore=loaded_model.restore_model,
+        compare=loaded_model.require_same_model,
+    )
+    host_patches.install(args)
     container = pretrain_cfg_container_from_args(args, model_config(args))
     with exact_products():
         pretrain(

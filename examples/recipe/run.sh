@@ -45,13 +45,72 @@ run() { # show a command and run it
     [[ -n $DRY_RUN ]] || "$@"
 }
 
+words_of() { # words_of SETTING: its words into WORDS, quoted as in a shell; nothing in it is run
+    WORDS=()
+    [[ -n ${!1} ]] || return 0
+    mapfile -d '' -t WORDS < <("$PYTHON" "$ROOT/examples/recipe/words.py" "${!1}")
+    wait "$!" || fail "$1=$(printf %q "${!1}") cannot be read as words"
+}
+
+in_a_setting() { # in_a_setting FLAG: whether other steps read what it says from a setting
+    local setting
+    case $1 in
+        --save | --load | --pretrained-checkpoint) setting=RUN ;;
+        --train-samples) setting=TRAIN_ITERS ;;
+        --seq-length | --global-batch-size | --save-last | --save-last-every)
+            setting=${1#--} && setting=${setting//-/_} && setting=${setting^^} ;;
+        --attention-pattern) setting=ATTENTION ;;
+        --domain-tags) setting=DOMAIN_TAGS ;;
+        --interleave-chunks) setting=INTERLEAVE ;;
+        --document-list) setting=UPSAMPLE ;;
+        --data-path) setting=CORPUS ;;
+        --rotary-base) setting=ROPE_BASE ;;
+        --rope-parameters) setting=ROPE_SCALING ;;
+        --recompute-granularity) setting=RECOMPUTE ;;
+        --tensor-model-parallel-size) setting=TP ;;
+        --pipeline-model-parallel-size) setting=PP ;;
+        --context-parallel-size) setting=CP ;;
+        *) return 0 ;;
+    esac
+    fail "EXTRA_ARGS has $1: set $setting, which other steps read, too"
+}
+
+given() { # given VARIABLE: it came from the environment, not from the recipe
+    [[ $(declare -p "$1" 2>/dev/null) =~ ^declare\ -[[:alpha:]]*x ]]
+}
+
+toy() { # toy VARIABLE VALUE: a small value, where none was given
+    given "$1" || printf -v "$1" %s "$2"
+}
+
+iteration_of() { # iteration_of RUN: what its tracker says, nothing without one
+    local tracker=$1/latest_checkpointed_iteration.txt text
+    [[ -e $tracker ]] || return 0
+    read -r -d '' text <"$tracker" || true # all of it, without the space around it
+    [[ $text =~ ^[0-9]{1,18}$ ]] ||
+        fail "$tracker holds $(printf %q "${text:0:60}"), expected the number of an iteration"
+    echo $((10#$text))
+}
+
 # --- settings -----------------------------------------------------------------------------------
-switch DRY_RUN TOY
-whole 1 ORIGINAL_LENGTH SEQ_LENGTH ROPE_BASE TRAIN_ITERS GLOBAL_BATCH_SIZE TP PP CP
+switch DRY_RUN TOY SAVE_ON_TERM
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=$ROOT/.venv/bin/python
     [[ -x $PYTHON ]] || PYTHON=python
 fi
+EXTRA_ARGS=${EXTRA_ARGS:-} VERIFY_ARGS=${VERIFY_ARGS:-} EVALUATE_ARGS=${EVALUATE_ARGS:-}
+words_of EXTRA_ARGS
+EXTRA=("${WORDS[@]}")
+unset EXTRA_ITERS
+for ((i = 0; i < ${#EXTRA[@]}; i++)); do # what other steps must know, too
+    case ${EXTRA[i]} in
+        --train-iters) EXTRA_ITERS=${EXTRA[i + 1]:-} ;;
+        --train-iters=*) EXTRA_ITERS=${EXTRA[i]#*=} ;;
+        --*) in_a_setting "${EXTRA[i]%%=*}" ;;
+    esac
+done
+TRAIN_ITERS=${EXTRA_ITERS-$TRAIN_ITERS}
+whole 1 ORIGINAL_LENGTH SEQ_LENGTH ROPE_BASE TRAIN_ITERS GLOBAL_BATCH_SIZE TP PP CP
 WORK=${WORK:-work/$NAME${TOY:+-toy}}
 TEXTS=${TEXTS:-data/*.jsonl}
 DOMAIN_KEY=${DOMAIN_KEY-meta.redpajama_set_name} # SlimPajama's
@@ -61,10 +120,9 @@ MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-29500}
 SAVE_INTERVAL=${SAVE_INTERVAL:-500} SAVE_LAST=${SAVE_LAST:-5} SAVE_LAST_EVERY=${SAVE_LAST_EVERY:-10}
 whole 1 GPUS_PER_NODE NNODES SAVE_INTERVAL SAVE_LAST SAVE_LAST_EVERY
 whole 0 NODE_RANK
-RULER_LENGTHS=${RULER_LENGTHS:-$(for ((n = 4096; n <= SEQ_LENGTH; n *= 2)); do echo "$n"; done)}
+RULER_LENGTHS=${RULER_LENGTHS:-$(for ((n = 4096; n <= SEQ_LENGTH; n *= 2)); do echo -n "$n "; done)}
 RULER_TASKS=${RULER_TASKS:-ruler} NUM_SAMPLES=${NUM_SAMPLES:-100}
 PERPLEXITY_TEXT=${PERPLEXITY_TEXT:-}
-EXTRA_ARGS=${EXTRA_ARGS:-} VERIFY_ARGS=${VERIFY_ARGS:-} EVALUATE_ARGS=${EVALUATE_ARGS:-}
 
 # --- arms ---------------------------------------------------------------------------------------
 ATTENTION=${ATTENTION:-anchor} MIXTURE=${MIXTURE:-}
@@ -78,9 +136,6 @@ expect RECOMPUTE none mlp full
     fail "DOMAIN_KEY is empty: DOMAIN_TAGS and MIXTURE need the field that names a row's domain"
 [[ $ROPE_SCALING == none ]] || ((SEQ_LENGTH > ORIGINAL_LENGTH)) ||
     fail "SEQ_LENGTH=$SEQ_LENGTH: ROPE_SCALING=$ROPE_SCALING is for more than $ORIGINAL_LENGTH"
-((TRAIN_ITERS > (SAVE_LAST - 1) * SAVE_LAST_EVERY)) || [[ -n $TOY ]] ||
-    fail "TRAIN_ITERS=$TRAIN_ITERS has no room for the last SAVE_LAST=$SAVE_LAST checkpoints," \
-        "SAVE_LAST_EVERY=$SAVE_LAST_EVERY steps apart: lower one of these"
 
 ARM=$SEQ_LENGTH-$ATTENTION${DOMAIN_TAGS:+-tags}${INTERLEAVE:+-interleaved}${UPSAMPLE:+-upsampled}
 ARM+=${MIXTURE:+-${MIXTURE//[^[:alnum:].=_-]/-}} # its commas, too
@@ -112,17 +167,26 @@ rope_args
 MODEL=$HF_MODEL EXTEND_TO=$SEQ_LENGTH LAYER_IMPL=transformer_engine ON_CPU=()
 STEPS=(convert preprocess plan train export verify evaluate)
 [[ -z $UPSAMPLE ]] || STEPS=(convert preprocess upsample plan train export verify evaluate)
-if [[ -n $TOY ]]; then
+if [[ -n $TOY ]]; then # what is set stays
     STEPS=(shrink "${STEPS[@]}")
-    MODEL=$WORK/tiny CORPUS=$WORK/corpus LAYER_IMPL=local
+    MODEL=$WORK/tiny LAYER_IMPL=local
     ON_CPU=(-m megatron_anchor.on_cpu)
-    TP=$((TP < 2 ? TP : 2)) CP=$((CP < 2 ? CP : 2)) PP=$((PP < 2 ? PP : 2))
-    GPUS_PER_NODE=$((TP * PP * CP)) NNODES=1
-    SEQ_LENGTH=512 TRAIN_ITERS=3 GLOBAL_BATCH_SIZE=2
-    SAVE_INTERVAL=3 SAVE_LAST=2 SAVE_LAST_EVERY=1
-    RULER_TASKS=niah_single_1 RULER_LENGTHS=1024 NUM_SAMPLES=1
+    ((NNODES == 1)) || fail "NNODES=$NNODES: TOY=1 runs in one place; leave NNODES out"
+    toy CORPUS "$WORK/corpus"
+    toy TP $((TP < 2 ? TP : 2)) && toy CP $((CP < 2 ? CP : 2)) && toy PP $((PP < 2 ? PP : 2))
+    toy GPUS_PER_NODE $((TP * PP * CP))
+    toy SEQ_LENGTH 512
+    toy GLOBAL_BATCH_SIZE 2
+    [[ -n ${EXTRA_ITERS:-} ]] || toy TRAIN_ITERS 3
+    toy SAVE_INTERVAL 3
+    toy SAVE_LAST $((TRAIN_ITERS < 2 ? TRAIN_ITERS : 2))
+    toy SAVE_LAST_EVERY 1
+    toy RULER_TASKS niah_single_1 && toy RULER_LENGTHS 1024 && toy NUM_SAMPLES 1
     export OMP_NUM_THREADS=1
 fi
+((TRAIN_ITERS > (SAVE_LAST - 1) * SAVE_LAST_EVERY)) ||
+    fail "TRAIN_ITERS=$TRAIN_ITERS has no room for the last SAVE_LAST=$SAVE_LAST checkpoints," \
+        "SAVE_LAST_EVERY=$SAVE_LAST_EVERY steps apart: lower one of these"
 
 START=$WORK/$EXTEND_TO-start # the converted checkpoint
 RUN=${RUN:-$WORK/$ARM}       # what is trained
@@ -150,14 +214,18 @@ settings, with the values that they have now:
   SAVE_INTERVAL=$SAVE_INTERVAL SAVE_LAST=$SAVE_LAST SAVE_LAST_EVERY=$SAVE_LAST_EVERY
   RULER_LENGTHS="${RULER_LENGTHS//$'\n'/ }" RULER_TASKS=$RULER_TASKS
   NUM_SAMPLES=$NUM_SAMPLES PERPLEXITY_TEXT=$PERPLEXITY_TEXT
-  EXTRA_ARGS="$EXTRA_ARGS"   more arguments for training; they win over the recipe's
+  SAVE_ON_TERM=$SAVE_ON_TERM   1: training saves and stops when SIGTERM comes, and the script ends with 75
+  EXTRA_ARGS="$EXTRA_ARGS"   more arguments for training; they win over the recipe's, and what
+                  has a setting here is refused but for --train-iters
   VERIFY_ARGS="$VERIFY_ARGS"  e.g. --no-logits, where memory is short of two models in float32
   EVALUATE_ARGS="$EVALUATE_ARGS"  e.g. --qa-file questions.json --tasks ruler
 arms:
   ATTENTION=$ATTENTION       anchor, intra-document, intra-document-reset, full or anchor-masked
   DOMAIN_TAGS=$DOMAIN_TAGS INTERLEAVE=$INTERLEAVE UPSAMPLE=$UPSAMPLE     1 switches on; MIXTURE=NAME=SHARE,...
   ROPE_BASE=$ROPE_BASE ROPE_SCALING=$ROPE_SCALING   none, ntk or yarn
-DRY_RUN=1 prints the commands; TOY=1 runs them all on a CPU with a tiny model.
+Texts of several words (TEXTS, EXTRA_ARGS, ...) are read with quotes as in a shell.
+DRY_RUN=1 prints the commands; TOY=1 runs them all on a CPU with a tiny model and short samples,
+which the settings above change, too.
 Cluster: sbatch --nodes 2 examples/slurm.sh $0 [STEP ...]; more: docs/recipes.md
 USAGE
 }

@@ -11,9 +11,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_anchor.checkpoint.output import output_folder
+from megatron_anchor.checkpoint.pretrained import load_config
 from megatron_anchor.checkpoint.tokenizer_files import copy_tokenizer
 
 HEADS, HEAD_DIM, LAYERS = 4, 16, 2
@@ -21,7 +22,7 @@ HEADS, HEAD_DIM, LAYERS = 4, 16, 2
 
 def shrink(source: Path, out: Path) -> None:
     """Write the model; grouped-query attention, biases, tying and RoPE stay as they are."""
-    config = AutoConfig.from_pretrained(source)
+    config = load_config(source)
     grouped = config.num_key_value_heads != config.num_attention_heads
     config.num_hidden_layers = LAYERS
     config.num_attention_heads = HEADS
@@ -32,7 +33,7 @@ def shrink(source: Path, out: Path) -> None:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:LAYERS]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     with output_folder(out) as folder:
         model.save_pretrained(folder)
         copy_tokenizer(source, folder)

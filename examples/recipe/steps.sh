@@ -1,12 +1,24 @@
 # shellcheck shell=bash disable=SC2154,SC2153  # run.sh sets the variables
 # The steps of a recipe, one function each, in their order. Each can be run again.
 
+UNFINISHED=75 # status of a training that was asked to stop, and goes on when it is started again
+
+alone() { # alone PATH: no other job of this script writes it, until this process ends
+    local status=0
+    [[ -z $DRY_RUN ]] || return 0
+    mkdir -p "$(dirname "$1")"
+    exec {LOCK}<>"$1.lock" # the file is kept: removing it would let two jobs lock two files
+    "$PYTHON" "$ROOT/examples/recipe/lock.py" "$LOCK" "$1" || status=$?
+    ((status == 0)) || exit "$status"
+}
+
 step_shrink() { # TOY only
     need "$HF_MODEL/config.json" "HF_MODEL names the folder of a Hugging Face model"
     if [[ -e $MODEL/config.json ]]; then
         echo "$MODEL is there"
         return
     fi
+    alone "$MODEL"
     run "$PYTHON" "$ROOT/examples/recipe/shrink_model.py" "$HF_MODEL" "$MODEL"
 }
 
@@ -16,6 +28,7 @@ step_convert() {
         echo "$START is there"
         return
     fi
+    alone "$START"
     run "$PYTHON" "$ROOT/tools/convert_hf_to_megatron.py" --hf "$MODEL" --out "$START" \
         --extend-to "$EXTEND_TO" --target-impl "$LAYER_IMPL"
     run "$PYTHON" "$ROOT/tools/verify_conversion.py" --megatron "$START" --hf "$MODEL" \
@@ -23,10 +36,11 @@ step_convert() {
 }
 
 step_preprocess() { # a finished corpus is checked and kept
-    local inputs domains=()
-    read -r -a inputs <<<"$TEXTS" # patterns stay patterns: the tool finds the files
+    local domains=()
+    words_of TEXTS # patterns stay patterns: the tool finds the files
+    alone "$DATA"
     [[ -z $DOMAIN_KEY ]] || domains=(--domain-key "$DOMAIN_KEY")
-    run "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "${inputs[@]}" "${domains[@]}" \
+    run "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "${WORDS[@]}" "${domains[@]}" \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL" --append-eod \
         --output-prefix "$CORPUS" --resume
 }
@@ -39,6 +53,7 @@ step_upsample() {
         echo "$LIST is there"
         return
     fi
+    alone "$LIST"
     run "$PYTHON" "$ROOT/tools/upsample_long_documents.py" "$DATA" --output "$LIST" \
         --tokens "$TOKENS" "${mixture[@]}"
 }
@@ -52,19 +67,30 @@ step_plan() { # stops here where the layout does not fit
         --attention-pattern "$pattern" --tp "$TP" --pp "$PP" --cp "$CP"
 }
 
+model_flags() { # the lines of megatron_args.txt into MODEL_FLAGS: each is one flag with its value
+    local line flag value
+    MODEL_FLAGS=()
+    while IFS= read -r line || [[ -n $line ]]; do
+        [[ $line =~ ^(--[a-z][A-Za-z0-9_-]*)( (.*[^[:space:]]))?[[:space:]]*$ ]] ||
+            fail "$1: expected a flag and its value on each line, got $(printf %q "$line")"
+        flag=${BASH_REMATCH[1]} value=${BASH_REMATCH[3]}
+        MODEL_FLAGS+=("$flag${value:+=$value}")
+    done <"$1"
+}
+
 step_train() { # goes on where the last checkpoint of $RUN stands
-    local model=() layout=() documents=() extra=() nodes=(--standalone)
+    local done_before done_now launcher layout=() documents=() handler=() nodes=(--standalone)
     need "$START/megatron_args.txt" "run the step convert first"
     need "$DATA.idx" "run the step preprocess first"
-    if [[ -e $RUN/latest_checkpointed_iteration.txt ]] &&
-        (($(<"$RUN/latest_checkpointed_iteration.txt") >= TRAIN_ITERS)); then
+    done_before=$(iteration_of "$RUN")
+    if ((${done_before:-0} >= TRAIN_ITERS)); then
         echo "$RUN has iteration $TRAIN_ITERS"
         return
     fi
     if [[ -e $START/megatron_args.txt ]]; then
-        read -r -d '' -a model <"$START/megatron_args.txt" || true # to the end of the file
+        model_flags "$START/megatron_args.txt"
     else
-        model=("@$START/megatron_args.txt") # DRY_RUN before the conversion
+        MODEL_FLAGS=("@$START/megatron_args.txt") # DRY_RUN before the conversion
     fi
     layout=(--tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
         --context-parallel-size "$CP")
@@ -78,15 +104,22 @@ step_train() { # goes on where the last checkpoint of $RUN stands
         need "$LIST" "run the step upsample first"
         documents=(--document-list "$LIST")
     fi
-    read -r -a extra <<<"$EXTRA_ARGS"
     ((NNODES == 1)) || nodes=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
         --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 
     export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron overlaps communication only so
     export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-    run "$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" "${nodes[@]}" \
+    [[ $NODE_RANK != 0 ]] || alone "$RUN"
+    launcher=("$PYTHON" -m torch.distributed.run)
+    if [[ -n $SAVE_ON_TERM ]]; then
+        handler=(--exit-signal-handler)
+        launcher=("$PYTHON" "$ROOT/examples/recipe/forward_term.py" "${launcher[@]}"
+            --signals-to-handle SIGINT,SIGHUP,SIGQUIT)
+        trap '' TERM # for the ranks; this shell waits for them
+    fi
+    run "${launcher[@]}" --nproc-per-node "$GPUS_PER_NODE" "${nodes[@]}" \
         "${ON_CPU[@]}" -m megatron_anchor.pretrain_gpt \
-        "${model[@]}" "${ROPE_ARGS[@]}" "${layout[@]}" "${PATTERN_ARGS[@]}" "${documents[@]}" \
+        "${MODEL_FLAGS[@]}" "${ROPE_ARGS[@]}" "${layout[@]}" "${PATTERN_ARGS[@]}" "${documents[@]}" \
         --seq-length "$SEQ_LENGTH" --train-iters "$TRAIN_ITERS" \
         --micro-batch-size 1 --global-batch-size "$GLOBAL_BATCH_SIZE" --calculate-per-token-loss \
         --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
@@ -95,9 +128,17 @@ step_train() { # goes on where the last checkpoint of $RUN stands
         --data-path "$DATA" --split 100,0,0 --eval-iters 0 --eval-interval 1000000 \
         --data-cache-path "$WORK/cache" \
         --pretrained-checkpoint "$START" --load "$RUN" --save "$RUN" --ckpt-format torch_dist \
-        --save-interval "$SAVE_INTERVAL" \
+        --dist-ckpt-optim-fully-reshardable --save-interval "$SAVE_INTERVAL" "${handler[@]}" \
         --save-last "$SAVE_LAST" --save-last-every "$SAVE_LAST_EVERY" \
-        --log-interval 1 --log-throughput --tensorboard-dir "$RUN/tensorboard" "${extra[@]}"
+        --log-interval 1 --log-throughput --tensorboard-dir "$RUN/tensorboard" "${EXTRA[@]}"
+    trap - TERM
+    [[ -z $DRY_RUN && $NODE_RANK == 0 ]] || return 0 # other nodes may see the tracker later
+    done_now=$(iteration_of "$RUN")
+    if ((${done_now:-0} < TRAIN_ITERS)); then
+        echo "$RUN has iteration ${done_now:-0} of $TRAIN_ITERS: start this again to go on" >&2
+        ((${done_now:-0} > ${done_before:-0})) || fail "no checkpoint was saved since the start"
+        exit "$UNFINISHED"
+    fi
 }
 
 step_export() {
@@ -106,31 +147,33 @@ step_export() {
         echo "$EXPORT is there"
         return
     fi
+    alone "$EXPORT"
     run "$PYTHON" "$ROOT/tools/convert_megatron_to_hf.py" --megatron "$LAST" \
         --out "$EXPORT" --like "$MODEL"
 }
 
 step_verify() { # bits and logits of the export, on the CPU
-    local more
     need "$EXPORT/config.json" "run the step export first"
-    read -r -a more <<<"$VERIFY_ARGS"
-    run "$PYTHON" "$ROOT/tools/verify_conversion.py" --megatron "$LAST" --hf "$EXPORT" "${more[@]}"
+    words_of VERIFY_ARGS
+    run "$PYTHON" "$ROOT/tools/verify_conversion.py" --megatron "$LAST" --hf "$EXPORT" \
+        "${WORDS[@]}"
 }
 
 step_evaluate() { # the mean over the last checkpoints: single ones scatter (the paper's Figure 4)
-    local iteration folder lengths more checkpoints=() perplexity=()
+    local iteration folder lengths checkpoints=() perplexity=()
     for ((iteration = TRAIN_ITERS - (SAVE_LAST - 1) * SAVE_LAST_EVERY; iteration <= TRAIN_ITERS; \
         iteration += SAVE_LAST_EVERY)); do
         printf -v folder '%s/iter_%07d' "$RUN" "$iteration"
         need "$folder" "train with SAVE_LAST=$SAVE_LAST SAVE_LAST_EVERY=$SAVE_LAST_EVERY"
         checkpoints+=("$folder")
     done
-    read -r -a lengths <<<"${RULER_LENGTHS//$'\n'/ }"
-    read -r -a more <<<"$EVALUATE_ARGS"
+    words_of RULER_LENGTHS
+    lengths=("${WORDS[@]}")
+    words_of EVALUATE_ARGS
+    alone "$WORK/results/$ARM"
     [[ -z $PERPLEXITY_TEXT ]] || perplexity=(--perplexity --text "$PERPLEXITY_TEXT")
     run "$PYTHON" "$ROOT/tools/evaluate_long_context.py" --checkpoints "${checkpoints[@]}" \
         --tasks "$RULER_TASKS" --seq-lengths "${lengths[@]}" --num-samples "$NUM_SAMPLES" --seed 42 \
         --first-token "$ANCHOR_TOKEN" --batch-size 1 --output-dir "$WORK/results/$ARM" \
-        "${perplexity[@]}" \
-        "${more[@]}"
+        "${perplexity[@]}" "${WORDS[@]}"
 }

@@ -1,12 +1,12 @@
 """The core attention that takes the stock module's place in Megatron's layer spec.
 
 Megatron hands over q, k and v without position embedding; this module rotates them in float32 by
-the position ids of the packed sample, spreads heads over the context-parallel group when there is
-one, and calls a kernel that is causal inside every document. Everything else of the layer (QK norm,
-GQA, MoE, recomputation) stays Megatron's.
+the position ids of the packed sample, communicates under context parallelism, and calls a kernel
+that is causal inside every document. Everything else of the layer (QK norm, GQA, MoE,
+recomputation) stays Megatron's.
 
 Legend: P context-parallel size, s slots of this rank, S = P x s, B micro-batch, H query heads,
-G key/value heads, D head dim, T = B x S.
+G key/value heads, D and E dims of keys and values.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.nn import Parameter
 
-from megatron_anchor.attention import ulysses
 from megatron_anchor.attention.backends import Layer, bind_backend
 from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSSES
+from megatron_anchor.attention.context_parallel import communication
 from megatron_anchor.attention.fused_rope import rotate_in_one_pass
-from megatron_anchor.attention.packed import AnchorPackedSeqParams
+from megatron_anchor.attention.layer_window import layer_window
+from megatron_anchor.attention.packed import AnchorPackedSeqParams, require_packed
+from megatron_anchor.attention.position_embedding import refuse_own_positions
 from megatron_anchor.attention.rope import RotarySettings
+from megatron_anchor.attention.sinks import make_sink
+from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 
 
 class AnchorCoreAttention(MegatronModule):
@@ -38,16 +44,24 @@ class AnchorCoreAttention(MegatronModule):
         layer_number: 1-based number of the layer in the whole model.
         attn_mask_type: causal; other kinds are refused.
         attention_type: Megatron's name of the attention kind (``self``).
-        cp_comm_type: context-parallel kind of this layer.
+        cp_comm_type: context-parallel kind of this layer, read by Transformer Engine only.
         softmax_scale: factor of the logits; None means 1 / sqrt(head_dim).
-        pg_collection: process groups; its ``cp`` is used, and ``tp`` and ``hcp`` by Transformer
+        k_channels: dims of a key, as MLA's layer says; not read, the tensors tell.
+        v_channels: dims of a value; the same.
+        pg_collection: process groups; its ``cp`` and ``hcp`` are used, and ``tp`` by Transformer
             Engine.
-        rotary: settings of the rotation (bound by the layer spec).
+        rotary: settings of the rotation, None where queries and keys come rotated (bound by the
+            layer spec).
         backend: name of the kernel (bound by the layer spec).
         precision: ``model``, or ``fp32`` for float32 from the rotation to the output, whatever the
             model's dtype (bound by the layer spec).
-        context_parallel: ``ulysses``, or ``te`` for Transformer Engine's own, where a rank holds
-            zigzag pieces (bound by the layer spec).
+        context_parallel: who communicates, one of `request.CONTEXT_PARALLEL` (bound by the layer
+            spec).
+        gather_memory: bytes that gathered keys and values may take (bound by the layer spec).
+        anchor_in_window: whether the anchor stays visible where the layer has a window (bound by
+            the layer spec).
+        logit_scale: factor of the logits in the place of what the layer gives (bound by the layer
+            spec).
     """
 
     def __init__(
@@ -58,14 +72,20 @@ class AnchorCoreAttention(MegatronModule):
         attention_type: str,
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         *,
-        rotary: RotarySettings,
+        rotary: RotarySettings | None,
         backend: str,
         precision: str = "model",
         context_parallel: str = ULYSSES,
+        gather_memory: int = GATHER_LIMIT,
+        anchor_in_window: bool = False,
+        logit_scale: float | None = None,
     ) -> None:
         super().__init__(config=config)
+        refuse_own_positions()
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"packed documents need a causal mask, got {attn_mask_type}")
         assert attention_type == "self", attention_type
@@ -79,12 +99,16 @@ class AnchorCoreAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "hcp"])
         self.layer_number = max(1, layer_number)
         self.rotary = None if _skips_rope(config, self.layer_number) else rotary
-        self.scale = softmax_scale or 1.0 / math.sqrt(rotary.head_dim)
-        self.cp_group = pg_collection.cp
-        self.by_ulysses = self.cp_group.size() > 1 and context_parallel == ULYSSES
-        self.backend = backend
-        own_communication = context_parallel == TRANSFORMER_ENGINE and self.cp_group.size() > 1
-        self.attend = bind_backend(
+        scale = logit_scale or softmax_scale
+        if scale is None:
+            assert rotary is not None
+            scale = 1.0 / math.sqrt(rotary.head_dim)
+        self.scale = scale
+        self.communication = communication(
+            context_parallel, pg_collection, memory_limit=gather_memory
+        )
+        own_communication = context_parallel == TRANSFORMER_ENGINE and pg_collection.cp.size() > 1
+        self.kernel = bind_backend(
             backend,
             Layer(
                 config=config,
@@ -96,6 +120,13 @@ class AnchorCoreAttention(MegatronModule):
         )
         assert precision in ("model", "fp32"), precision
         self.precision = precision
+        self.window = layer_window(config, self.layer_number, keeps_anchor=anchor_in_window)
+        self.tp_group = getattr(pg_collection, "tp", None)
+        sink_H = make_sink(config)
+        if isinstance(sink_H, Parameter):
+            self.softmax_offset = sink_H
+        else:
+            self.register_buffer("softmax_offset", sink_H, persistent=False)
 
     def forward(
         self,
@@ -112,59 +143,44 @@ class AnchorCoreAttention(MegatronModule):
         """Attend over the packed documents of a micro-batch.
 
         Args:
-            query: [s, B, H, D] without position embedding.
-            key: [s, B, G, D] without position embedding.
-            value: [s, B, G, D].
+            query: [s, B, H, D] without position embedding, or rotated where `rotary` is None.
+            key: [s, B, G, D], the same.
+            value: [s, B, G, E].
             attention_mask: ignored; the documents say what is visible.
             attn_mask_type: ignored, causal.
             attention_bias: refused.
             packed_seq_params: documents and positions; required.
 
         Returns:
-            [s, B, H x D] in the dtype of ``query``.
+            [s, B, H x E] in the dtype of ``value``.
 
         Raises:
-            ValueError: without packed documents, with an attention bias, or with a shared anchor
-                for a kernel that knows copies only.
+            ValueError: without packed documents, or with an attention bias.
         """
-        if not isinstance(packed_seq_params, AnchorPackedSeqParams):
-            raise ValueError(
-                "AnchorCoreAttention needs packed_seq_params of type AnchorPackedSeqParams, got "
-                f"{type(packed_seq_params).__name__}; build them with "
-                "megatron_anchor.attention.packed.pack_micro_batch"
-            )
+        packed_seq_params = require_packed(packed_seq_params)
         if attention_bias is not None:
             raise ValueError("AnchorCoreAttention does not support an attention bias")
-        if packed_seq_params.shared_anchor and self.backend != "flex":
-            raise ValueError(
-                f"the kernel {self.backend} knows no shared anchor: give every document its copy "
-                "of the anchor, or use --anchor-attention-backend flex"
-            )
-        dtype = query.dtype
+        dtype = value.dtype
         if self.precision == "fp32":
             query, key, value = query.float(), key.float(), value.float()
         if self.rotary is not None:
             cos, sin = packed_seq_params.rotation(self.rotary)
             query = rotate_in_one_pass(query, cos, sin, interleaved=self.rotary.interleaved)
             key = rotate_in_one_pass(key, cos, sin, interleaved=self.rotary.interleaved)
-        if not self.by_ulysses:
-            return self._attend(query, key, value, packed_seq_params).flatten(2).to(dtype)
-        q, k, v = ulysses.gather_sequence(query, key, value, group=self.cp_group)
-        out = self._attend(q, k, v, packed_seq_params)
-        return ulysses.scatter_sequence(out, group=self.cp_group).flatten(2).to(dtype)
-
-    def _attend(
-        self, q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, packed: AnchorPackedSeqParams
-    ) -> Tensor:
-        """Lay the samples one after another, call the kernel, and undo the layout."""
-        B = q_SBHD.shape[1]
-        q_THD, k_TGD, v_TGD = (x.transpose(0, 1).flatten(0, 1) for x in (q_SBHD, k_SBGD, v_SBGD))
         dropout = self.config.attention_dropout if self.training else 0.0
         with self._dropout_rng(dropout):
-            out_THD = self.attend(
-                q_THD, k_TGD, v_TGD, packed=packed, scale=self.scale, dropout=dropout
+            out = self.communication.attend(
+                query,
+                key,
+                value,
+                kernel=self.kernel,
+                packed=packed_seq_params,
+                scale=self.scale,
+                dropout=dropout,
+                window=self.window,
+                sink_H=self.softmax_offset,
             )
-        return out_THD.unflatten(0, (B, -1)).transpose(0, 1)
+        return out.flatten(2).to(dtype)
 
     def _dropout_rng(self, dropout: float) -> Any:
         # Heads differ between tensor-parallel ranks, so their dropout must too. Under sequence
@@ -176,8 +192,17 @@ class AnchorCoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Nothing of this module goes into a checkpoint."""
-        return {}
+        """The sinks, sharded as the heads are; nothing else of this module is in a checkpoint."""
+        if not isinstance(self.softmax_offset, Parameter):
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            {"softmax_offset": self.softmax_offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 def _skips_rope(config: TransformerConfig, layer_number: int) -> bool:

@@ -1,7 +1,7 @@
 """What travels with a micro-batch from the data loader to every attention layer.
 
 Megatron hands its `PackedSeqParams` to each layer untouched, so a subclass of it carries the
-positions to the core attention without a change to any layer.
+positions and documents to the core attention without a change to any layer.
 
 Legend: B micro-batch, S slots of a sample, s = S / context-parallel size, n documents, F rotary
 frequencies.
@@ -9,15 +9,21 @@ frequencies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_anchor.attention.future_tokens import FutureTokens
+from megatron_anchor.attention.gather import GatherPlan, plan_gather
 from megatron_anchor.attention.rope import RotarySettings, cos_and_sin, inverse_frequencies
+from megatron_anchor.attention.router_slots import RouterSlots
+from megatron_anchor.attention.runs import Runs, document_runs
+from megatron_anchor.windows import Window
 
 
 @dataclass
@@ -32,14 +38,22 @@ class AnchorPackedSeqParams(PackedSeqParams):
 
     position_ids_Bs: Tensor | None = None
     """[B, s] int64: positions of *this* context-parallel rank's slots."""
-    document_lengths: tuple[int, ...] = ()
-    """The n lengths on the host, so that no layer has to wait for the device."""
-    shared_anchor: bool = False
-    """The paper's layout: slot 0 of a sample is the only anchor and every document of the sample
-    sees it. Only the ``flex`` kernel does it; elsewhere documents carry copies of the anchor."""
-    _made: dict[Any, Any] = field(default_factory=dict)
+    borders: tuple[np.ndarray, ...] = ()
+    """Cumulative document lengths of each sample, 0 to S, on the host."""
+    part_of_chunk: tuple[np.ndarray, ...] = ()
+    """Where keys and values are gathered: the part that holds each chunk of each sample
+    (`megatron_anchor.context_parallel.split`)."""
+    pad_documents_to: int | None = None
+    """Documents that ``cu_seqlens`` has room for, so that its shape does not change."""
+    router: RouterSlots | None = None
+    """The slots that count as tokens in a router of experts; models without experts need none."""
+    future: FutureTokens | None = None
+    """What the layers of multi-token prediction read and predict; other models need none."""
+    depth: int = 0
+    """Which of these layers it is handed to, from 1; 0 for the model's own."""
+    _made: dict[Hashable, Any] = field(default_factory=dict)
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Make something once a micro-batch and not once a layer; recomputation reads it again.
 
         Args:
@@ -50,13 +64,50 @@ class AnchorPackedSeqParams(PackedSeqParams):
             self._made[key] = make()
         return self._made[key]
 
+    def at_depth(self, depth: int) -> AnchorPackedSeqParams:
+        """The same documents for a layer of multi-token prediction, with what it counts."""
+        assert self.future is not None
+        return replace(self, depth=depth, router=self.future.depths[depth - 1].router)
+
+    @property
+    def document_lengths(self) -> np.ndarray:
+        """int64 [n], slots of each document, on the host."""
+        return np.concatenate([np.diff(borders) for borders in self.borders])
+
+    def runs(self, window: Window | None = None) -> Runs:
+        """Whole documents as runs, for a rank that sees all slots of the heads that it computes."""
+        return self.cached(("runs", window), lambda: self._document_runs(window))
+
+    def gather_plan(self, part: int, window: Window | None = None) -> GatherPlan:
+        """The runs of one part where keys and values are gathered."""
+        return self.cached(
+            ("gather", part, window),
+            lambda: plan_gather(
+                self.borders, self.part_of_chunk, part=part, window=window, device=self.device
+            ),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where attention runs."""
+        assert self.position_ids_Bs is not None
+        return self.position_ids_Bs.device
+
     def rotation(self, settings: RotarySettings) -> tuple[Tensor, Tensor]:
         """Give cos and sin for this rank's slots.
 
         Returns:
             cos and sin, [s, B, F] float32.
         """
-        return self.once(settings, lambda: self._rotation(settings))
+        return self.cached(settings, lambda: self._rotation(settings))
+
+    def _document_runs(self, window: Window | None) -> Runs:
+        return document_runs(
+            self.document_lengths,
+            device=self.device,
+            window=window,
+            padded_to=self.pad_documents_to,
+        )
 
     def _rotation(self, settings: RotarySettings) -> tuple[Tensor, Tensor]:
         assert self.position_ids_Bs is not None
@@ -68,39 +119,62 @@ class AnchorPackedSeqParams(PackedSeqParams):
         )
 
 
+def require_packed(packed: Any) -> AnchorPackedSeqParams:
+    """Give what a layer was called with, if it is what the layers need.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if not isinstance(packed, AnchorPackedSeqParams):
+        raise ValueError(
+            "the attention of megatron_anchor needs packed_seq_params of type "
+            f"AnchorPackedSeqParams, got {type(packed).__name__}; build them with "
+            "megatron_anchor.attention.packed.pack_micro_batch"
+        )
+    return packed
+
+
 def pack_micro_batch(
     position_ids_Bs: Tensor,
     cu_seqlens_Bn: Tensor,
     *,
     seq_length: int,
-    shared_anchor: bool = False,
+    part_of_chunk: Sequence[np.ndarray] = (),
+    pad_documents_to: int | None = None,
+    router: RouterSlots | None = None,
+    future: FutureTokens | None = None,
 ) -> AnchorPackedSeqParams:
     """Merge the documents of a micro-batch's samples into one list.
 
     Args:
-        position_ids_Bs: [B, s] int64 positions of this rank's slots.
+        position_ids_Bs: [B, s] int64 positions of this rank's slots, where attention runs.
         cu_seqlens_Bn: [B, any] int32 cumulative lengths of each sample, from 0 to ``seq_length``,
-            padded at the end by repetition.
+            padded at the end by repetition. Leave it on the CPU, as data loaders give it: from a
+            device it is copied to the host, which waits for the device.
         seq_length: S, the slots of a whole sample.
-        shared_anchor: see `AnchorPackedSeqParams`.
+        part_of_chunk: see `AnchorPackedSeqParams`.
+        pad_documents_to: see `AnchorPackedSeqParams`.
+        router: the same; a model with experts needs it in training.
+        future: the same; a model with multi-token prediction needs it.
 
     Returns:
         Parameters whose documents cover the B x S slots, sample after sample, padding dropped.
+
+    Raises:
+        ValueError: there are more documents than ``pad_documents_to``.
     """
-    offsets_B1 = torch.arange(len(cu_seqlens_Bn), device=cu_seqlens_Bn.device)[:, None] * seq_length
-    ends = (cu_seqlens_Bn[:, 1:] + offsets_B1).flatten()
-    starts = (cu_seqlens_Bn[:, :-1] + offsets_B1).flatten()
-    ends = ends[ends > starts]
-    cu_seqlens = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
-    lengths = tuple(cu_seqlens.diff().tolist())
-    return AnchorPackedSeqParams(
+    borders = tuple(np.unique(row).astype(np.int64) for row in cu_seqlens_Bn.cpu().numpy())
+    packed = AnchorPackedSeqParams(
         qkv_format="sbhd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
         tokens_per_sample=seq_length,
         position_ids_Bs=position_ids_Bs,
-        document_lengths=lengths,
-        shared_anchor=shared_anchor,
+        borders=borders,
+        part_of_chunk=tuple(part_of_chunk),
+        pad_documents_to=pad_documents_to,
+        router=router,
+        future=future,
     )
+    runs = packed.runs()
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = runs.cu_q
+    packed.max_seqlen_q = packed.max_seqlen_kv = runs.max_q
+    return packed

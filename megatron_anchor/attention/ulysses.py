@@ -8,7 +8,8 @@ attention is exactly that of the same heads without context parallelism, so outp
 Cost a layer and rank, in elements sent: (2 x query heads + 2 x key/value heads) x D x s x (P-1)/P,
 forward and again backward.
 
-Legend: P ranks, s slots of this rank's piece, S = P x s, B micro-batch, H heads, D head dim.
+Legend: P ranks, s slots of this rank's piece, S = P x s, B micro-batch, H query heads, G key/value
+heads, D and E head dims, X = heads x head dim of a share.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def why_not(*, query_heads: int, kv_heads: int, cp_size: int) -> str | None:
         return (
             f"{query_heads} query heads per tensor-parallel rank cannot be shared by "
             f"{cp_size} context-parallel ranks; (--num-attention-heads / "
-            "--tensor-model-parallel-size) must be a multiple of --context-parallel-size"
+            "--tensor-model-parallel-size) must be a multiple of --context-parallel-size; use "
+            "--cp-comm-type auto or gather, which heads do not bound"
         )
     if kv_heads % cp_size and cp_size % kv_heads:
         return (
@@ -65,26 +67,29 @@ def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_sequence(
-    q_sBHD: Tensor, k_sBGD: Tensor, v_sBGD: Tensor, *, group: dist.ProcessGroup
+    q_sBHD: Tensor, k_sBGD: Tensor, v_sBGE: Tensor, *, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange pieces of the sequence for shares of the heads, q, k and v in one all-to-all.
 
     Args:
         q_sBHD: [s, B, H, D] queries of this rank's slots.
         k_sBGD: [s, B, G, D] keys; with G < P every head is first repeated P / G times.
-        v_sBGD: [s, B, G, D] values.
+        v_sBGE: [s, B, G, E] values; their width may differ from that of the keys.
         group: context-parallel group; rank r holds slots r x s ... (r + 1) x s - 1.
 
     Returns:
-        [S, B, H/P, D], and keys and values [S, B, max(G/P, 1), D].
+        [S, B, H/P, D], [S, B, max(G/P, 1), D] and [S, B, max(G/P, 1), E].
     """
     P = group.size()
     copies = max(1, P // k_sBGD.shape[2])
-    k_sBGD, v_sBGD = repeat_heads(k_sBGD, copies=copies), repeat_heads(v_sBGD, copies=copies)
-    shares = [x.unflatten(2, (P, -1)) for x in (q_sBHD, k_sBGD, v_sBGD)]
-    blocks_PsBHD = torch.cat(shares, dim=3).permute(2, 0, 1, 3, 4)
-    together_SBHD = _AllToAll.apply(blocks_PsBHD, group).flatten(0, 1)
-    q, k, v = together_SBHD.split([x.shape[3] for x in shares], dim=2)
+    tensors = (q_sBHD, repeat_heads(k_sBGD, copies=copies), repeat_heads(v_sBGE, copies=copies))
+    shares_sBPX = [x.unflatten(2, (P, -1)).flatten(3) for x in tensors]
+    blocks_PsBX = torch.cat(shares_sBPX, dim=3).permute(2, 0, 1, 3)
+    together_SBX = _AllToAll.apply(blocks_PsBX, group).flatten(0, 1)
+    split = together_SBX.split([x.shape[3] for x in shares_sBPX], dim=2)
+    q, k, v = (
+        x.unflatten(2, (-1, whole.shape[3])) for x, whole in zip(split, tensors, strict=True)
+    )
     return q, k, v
 
 

@@ -174,11 +174,12 @@ def _meta_tensors_know_their_place() -> bool:
     return hasattr(tensor.untyped_storage(), "_checkpoint_offset")
 
 
-def pickled_extents(path: Path) -> dict[str, Extent]:
-    """Locate the tensors of a ``pytorch_model*.bin``.
+def check_pickle(path: Path) -> Any:
+    """Open a ``pytorch_model*.bin`` without its data: what it is made of, tensors as places.
 
     Raises:
-        CheckpointError: see `load_fake` and `archive_extent`.
+        CheckpointError: if it is in torch's oldest format, damaged, or holds anything but tensors
+            and plain containers.
     """
     with open(path, "rb") as file:
         if file.read(2) != b"PK":
@@ -186,7 +187,16 @@ def pickled_extents(path: Path) -> dict[str, Extent]:
                 f"{path} is not a zip archive as torch >= 1.6 writes; save the model again as "
                 "safetensors"
             )
-    state = load_fake(str(path), place=str(path))
+    return load_fake(str(path), place=str(path))
+
+
+def pickled_extents(path: Path) -> dict[str, Extent]:
+    """Locate the tensors of a ``pytorch_model*.bin``.
+
+    Raises:
+        CheckpointError: see `load_fake` and `archive_extent`.
+    """
+    state = check_pickle(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: expected a dict of tensors, got {type(state).__name__}")
     others = [f"{k} ({type(v).__name__})" for k, v in state.items() if not isinstance(v, Tensor)]

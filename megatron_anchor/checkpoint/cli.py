@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.terminal import say
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,8 +34,8 @@ def run(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | No
     try:
         return command(argv)
     except (CheckpointError, OSError) as error:  # OSError names the file itself
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was left behind", file=sys.stderr)
+        say("interrupted; nothing was left behind", file=sys.stderr)
         return 130

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.hugging_face_weights import SHARD_BYTES
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.command_line import make_parser
+from megatron_anchor.terminal import say, say_json
 
 _EXAMPLE = """\
   python tools/convert_megatron_to_hf.py --megatron run --out models/Llama-2-7b-64K \\
@@ -51,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
         "and tokenizer from; default: the run's --tokenizer-model where it is the same model",
     )
     add(
+        "--ignore-arguments",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="arguments of the run, as an error named them, that the exported model does without",
+    )
+    add(
         "--max-shard-size",
         type=float,
         default=SHARD_BYTES / 1e9,
@@ -71,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         iteration=args.iteration,
         average=args.average,
         like=args.like,
+        ignored_arguments=args.ignore_arguments,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         shard_bytes=int(args.max_shard_size * 1e9),
         progress=not args.no_progress and not args.json,
@@ -85,11 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "like": done.like,
             "notes": done.notes,
         }
-        print(json.dumps(result))
+        say_json(result)
         return 0
     for note in done.notes:
-        print(f"note: {note}")
-    print(
+        say(f"note: {note}")
+    say(
         f"{args.out}: {done.model.family}, {done.tensors} tensors, {done.bytes / 1e9:.2f} GB in "
         f"{len(done.files)} file(s); RoPE base {done.model.rotary_base:g}, "
         f"{done.model.positions} positions, vocabulary {done.model.vocabulary}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +11,13 @@ from megatron_anchor.checkpoint.extension import BASES
 from megatron_anchor.checkpoint.families import FAMILIES, LOCAL, TARGETS
 from megatron_anchor.checkpoint.to_megatron import ARGS_FILE, convert_to_megatron
 from megatron_anchor.command_line import make_parser
+from megatron_anchor.terminal import say, say_json
 
 _EXAMPLE = f"""\
   python tools/convert_hf_to_megatron.py --hf models/Llama-2-7b --out models/llama --extend-to 65536
   torchrun --nproc-per-node 8 -m megatron_anchor.pretrain_gpt $(cat models/llama/{ARGS_FILE}) \\
-      --pretrained-checkpoint models/llama --load run --save run --seq-length 65536 ...
+      --pretrained-checkpoint models/llama --load run --save run \\
+      --dist-ckpt-optim-fully-reshardable --seq-length 65536 ...
 """
 
 
@@ -82,12 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "not_carried": done.not_carried,
             "flags": done.flags,
         }
-        print(json.dumps(result))
+        say_json(result)
         return 0
     for reason in sorted(set(done.not_carried.values())):
         names = [name for name, why in done.not_carried.items() if why == reason]
-        print(f"not carried over: {names[0]} ({len(names)} such tensors; {reason})")
-    print(
+        say(f"not carried over: {names[0]} ({len(names)} such tensors; {reason})")
+    say(
         f"{args.out}: {done.model.family}, {done.tensors} tensors, {done.bytes / 1e9:.2f} GB; "
         f"flags for pretrain_gpt in {Path(args.out) / ARGS_FILE}"
     )

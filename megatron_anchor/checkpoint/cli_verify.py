@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_anchor.checkpoint.verify import (
     text_tokens,
 )
 from megatron_anchor.command_line import make_parser
+from megatron_anchor.terminal import say, say_json
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1687 Isaac Newton published the Principia, in "
@@ -88,15 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     passed = bits.passed and (found is None or found.passed) and not settings
     if args.json:
         logits = None if found is None else {**asdict(found), "passed": found.passed}
-        print(
-            json.dumps(
-                {
-                    "passed": passed,
-                    "tensors": asdict(bits),
-                    "settings": settings,
-                    "logits": logits,
-                }
-            )
+        say_json(
+            {
+                "passed": passed,
+                "tensors": asdict(bits),
+                "settings": settings,
+                "logits": logits,
+            }
         )
     else:
         _print(bits, settings, found, passed=passed)
@@ -106,22 +104,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(
     bits: TensorVerdict, settings: list[str], found: LogitVerdict | None, *, passed: bool
 ) -> None:
-    print(
+    say(
         f"tensors: {bits.tensors - len(bits.different)} of {bits.tensors} equal bit by bit"
         + (" after a cast" if bits.cast else "")
     )
     for pair, count in bits.cast.items():
-        print(f"  other dtype: {count} tensors are {pair}")
+        say(f"  other dtype: {count} tensors are {pair}")
     for name in bits.different[:10]:
-        print(f"  differs: {name}")
+        say(f"  differs: {name}")
     for difference in settings:
-        print(f"other setting: {difference}")
+        say(f"other setting: {difference}")
     if found is not None:
-        print(
+        say(
             f"logits on {found.tokens} tokens: largest difference {found.largest_difference:.3g} "
             f"(allowed {found.tolerance:.3g}; Hugging Face eager against its sdpa "
             f"{found.floor:.3g}; standard deviation {found.spread:.3g})"
         )
-        print(f"  KL divergence {found.kl:.3g} nats, top-1 agreement {found.top1_agreement:.2%}")
+        say(f"  KL divergence {found.kl:.3g} nats, top-1 agreement {found.top1_agreement:.2%}")
     cast = " but for its dtype" if bits.cast else ""
-    print(f"PASSED: the same model{cast}" if passed else "FAILED: not the same model")
+    say(f"PASSED: the same model{cast}" if passed else "FAILED: not the same model")

@@ -249,11 +249,13 @@ class Family:
     """Megatron's linear layers, each of which asks a checkpoint for an (empty) extra state."""
     separate_norms: tuple[str, ...] = (FINAL_NORM,)
     """Norms that Transformer Engine does not fuse into a linear layer; these ask for one too."""
-    biases: Callable[[Mapping[str, Any]], Mapping[str, bool]] = lambda config: {}
-    """Which biases a config.json asks for, as fields of `Model`."""
+    biases: Callable[[Any], Mapping[str, bool]] = lambda config: {}
+    """Which biases transformers' config object asks for, as fields of `Model`."""
     bias_places: tuple[str, ...] = ()
     """Which biases it can have at all, as fields of `Model`."""
     qk_norm: bool = False
+    window_by_layer: bool = False
+    """``layer_types`` says which layers have the sliding window; elsewhere all have it, or none."""
 
     @property
     def has_experts(self) -> bool:
@@ -261,18 +263,12 @@ class Family:
         return any(EXPERT in name for name in self.linear_layers)
 
 
-def _llama_biases(config: Mapping[str, Any]) -> dict[str, bool]:
-    attention = bool(config.get("attention_bias", False))
-    return {
-        "qkv_bias": attention,
-        "output_bias": attention,
-        "mlp_bias": bool(config.get("mlp_bias", False)),
-    }
+def _llama_biases(config: Any) -> dict[str, bool]:
+    return {**_qwen3_biases(config), "mlp_bias": config.mlp_bias}
 
 
-def _qwen3_biases(config: Mapping[str, Any]) -> dict[str, bool]:
-    attention = bool(config.get("attention_bias", False))
-    return {"qkv_bias": attention, "output_bias": attention}
+def _qwen3_biases(config: Any) -> dict[str, bool]:
+    return {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias}
 
 
 BIASED = ("qkv_bias", "output_bias", "mlp_bias")
@@ -281,7 +277,11 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(DENSE, "llama", biases=_llama_biases, bias_places=BIASED),
     "MistralForCausalLM": Family(DENSE, "mistral"),
     "Qwen2ForCausalLM": Family(
-        DENSE, "qwen2", biases=lambda config: {"qkv_bias": True}, bias_places=BIASED[:1]
+        DENSE,
+        "qwen2",
+        biases=lambda config: {"qkv_bias": True},
+        bias_places=BIASED[:1],
+        window_by_layer=True,
     ),
     "Qwen3ForCausalLM": Family(
         DENSE,
@@ -290,6 +290,7 @@ FAMILIES: dict[str, Family] = {
         biases=_qwen3_biases,
         bias_places=BIASED[:2],
         qk_norm=True,
+        window_by_layer=True,
     ),
     "MixtralForCausalLM": Family(
         OUTER + ATTENTION + MIXTRAL_MLP,

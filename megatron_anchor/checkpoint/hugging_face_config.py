@@ -6,103 +6,129 @@ the base inside. What is written holds both, so that either version reads the sa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_anchor.checkpoint.errors import CheckpointError
-from megatron_anchor.checkpoint.families import FAMILIES, family_of, homeless_biases
-from megatron_anchor.checkpoint.hugging_face_defaults import check_fields, with_defaults
+from megatron_anchor.checkpoint.families import FAMILIES, Family, family_of, homeless_biases
+from megatron_anchor.checkpoint.hugging_face_keys import (
+    FULL,
+    SLIDING,
+    check_keys,
+    kept_keys,
+)
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.checkpoint.model_folder import check_links, read_json
+from megatron_anchor.checkpoint.names import names
+from megatron_anchor.checkpoint.transformers_config import (
+    EXPERTS,
+    check_fields,
+    transformers_config,
+)
 
-NOT_KEPT = ("transformers_version", "auto_map", "quantization_config", "_name_or_path")
+NOT_KEPT = names(
+    """
+    transformers_version auto_map _name_or_path name_or_path _commit_hash attn_implementation
+    _attn_implementation _attn_implementation_autoset experts_implementation
+    _experts_implementation layer_types max_window_layers sliding_window use_sliding_window
+    """
+)
+"""Entries of another config that an export does not take over."""
 AS_THERE = ("head_dim", "intermediate_size", "max_window_layers")
 """Entries that may be missing or (in a mixture of experts, without a window) mean nothing."""
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
+WITH_ORIGINAL_LENGTH = ("yarn", "llama3")
+"""Kinds that read ``original_max_position_embeddings``."""
+SILU = ("silu", "swish")
+"""transformers' names of the one activation that SwiGLU has."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read a model folder's config.json.
 
     Raises:
-        CheckpointError: if it is not there or not a JSON object.
+        CheckpointError: if it is not there or not a JSON object, or if the folder has links that
+            lead outside of it.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give the folder of a Hugging Face model")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
+    check_links(folder)
+    return read_json(path)
 
 
 def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) -> Model:
-    """Read the model's shape from a config.
+    """Read the model's shape from a config, as transformers reads it.
 
     Args:
         config: content of config.json.
         drop_sliding_window: accept a sliding window, and train with full attention.
 
     Raises:
-        CheckpointError: for an unknown architecture, a missing field, or a feature that training
-            does not have.
+        CheckpointError: for an unknown architecture, a missing field, a key that nobody has looked
+            at, or a feature that training does not have.
     """
-    name = architecture(config)
-    family = family_of(name)
-    config = complete(config)
-    heads = config["num_attention_heads"]
-    experts = _experts(config)
-    theta, scaling = rope_of(config)
+    theirs, family, name = _understood(config)
+    theta, scaling = rope_of(config, theirs)
+    head_dim = getattr(theirs, "head_dim", None)
     model = Model(
         family=name,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        ffn=config["moe_intermediate_size" if "Qwen3Moe" in name else "intermediate_size"],
-        heads=heads,
-        groups=config.get("num_key_value_heads") or heads,
-        head=config.get("head_dim") or config["hidden_size"] // heads,
-        vocabulary=config["vocab_size"],
-        tied=config["tie_word_embeddings"],
+        layers=theirs.num_hidden_layers,
+        hidden=theirs.hidden_size,
+        ffn=getattr(theirs, "moe_intermediate_size", None) or theirs.intermediate_size,
+        heads=theirs.num_attention_heads,
+        groups=theirs.num_key_value_heads,
+        head=head_dim or theirs.hidden_size // theirs.num_attention_heads,
+        vocabulary=theirs.vocab_size,
+        tied=theirs.tie_word_embeddings,
         qk_norm=family.qk_norm,
-        epsilon=float(config["rms_norm_eps"]),
+        epsilon=float(theirs.rms_norm_eps),
         rotary_base=theta,
         scaling=scaling,
-        positions=config["max_position_embeddings"],
-        **experts,
-        **family.biases(config),
+        positions=theirs.max_position_embeddings,
+        **_experts(config, theirs, family),
+        **family.biases(theirs),
     )
-    _refuse_unsupported(config, model)
+    _refuse_unsupported(config, theirs, model)
     if not drop_sliding_window:
         refuse_sliding_window(config, positions=model.positions)
     return model
 
 
-def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what a mixture of experts has in addition, as fields of `Model`."""
+def _understood(config: Mapping[str, Any]) -> tuple[Any, Family, str]:
+    """Check a config's keys and fields; give transformers' object of it and its family."""
     name = architecture(config)
-    if not family_of(name).has_experts:
-        return {}
-    mixtral = name.startswith("Mixtral")  # always normalizes
-    return {
-        "experts": config.get("num_experts") or config["num_local_experts"],
-        "experts_per_token": config["num_experts_per_tok"],
-        "normalized_router": mixtral or config["norm_topk_prob"],
-        "router_loss_coefficient": float(config["router_aux_loss_coef"]),
-    }
-
-
-def complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a config's fields and add those that it leaves out, as transformers has them.
-
-    Raises:
-        CheckpointError: for a field that is missing and must not be, or of the wrong kind.
-    """
+    family = family_of(name)
+    model_type = config.get("model_type")
+    if model_type not in (None, family.model_type):
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} contradicts architectures [{name!r}], which "
+            f"is {family.model_type!r}; transformers goes by model_type, so keep the right one"
+        )
+    check_keys(config, family.model_type)
     check_fields(config)
-    return with_defaults(config, family_of(architecture(config)).model_type)
+    _check_rope_kinds(config)
+    return transformers_config(config, family.model_type), family, name
+
+
+def _experts(config: Mapping[str, Any], theirs: Any, family: Family) -> dict[str, Any]:
+    """Give what a mixture of experts has in addition, as fields of `Model`."""
+    if not family.has_experts:
+        return {}
+    counts = {config[name] for name in EXPERTS if config.get(name) is not None}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"config.json: {' and '.join(EXPERTS)} are two names of one number, got "
+            f"{' and '.join(map(str, sorted(counts)))}; keep the right one"
+        )
+    mixtral = family.model_type == "mixtral"  # always normalizes
+    return {
+        "experts": theirs.num_local_experts if mixtral else theirs.num_experts,
+        "experts_per_token": theirs.num_experts_per_tok,
+        "normalized_router": mixtral or theirs.norm_topk_prob,
+        "router_loss_coefficient": float(theirs.router_aux_loss_coef),
+    }
 
 
 def architecture(config: Mapping[str, Any]) -> str:
@@ -111,14 +137,16 @@ def architecture(config: Mapping[str, Any]) -> str:
     Raises:
         CheckpointError: for an unknown one.
     """
-    names = config.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    given = config.get("architectures") or []
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise CheckpointError(
-            f"config.json: architectures is {names!r}, expected a list of names"
-            + (f" such as [{names!r}]" if isinstance(names, str) else "")
+            f"config.json: architectures is {given!r}, expected a list of names"
+            + (f" such as [{given!r}]" if isinstance(given, str) else "")
         )
-    if names:
-        return names[0]
+    if len(given) > 1:
+        raise CheckpointError(f"config.json: architectures is {given!r}, expected one name")
+    if given:
+        return given[0]
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     model_type = str(config.get("model_type"))
     if model_type not in by_type:
@@ -129,41 +157,60 @@ def architecture(config: Mapping[str, Any]) -> str:
     return by_type[model_type]
 
 
-def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Give the base and the scaling (empty: none), from either form of a `complete` config.
+def rope_of(config: Mapping[str, Any], theirs: Any) -> tuple[float, dict[str, Any]]:
+    """Give the base and the scaling (empty: none), from either form.
+
+    Args:
+        config: content of config.json.
+        theirs: transformers' object of it, for what is missing.
 
     Raises:
-        CheckpointError: if both forms are there and differ, or the kind is not known.
+        CheckpointError: if both forms are there and differ.
     """
-    new = dict(config.get("rope_parameters") or {})
-    old = dict(config.get("rope_scaling") or {})
-    bases = {
-        float(value)
-        for value in (config.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta"))
-        if value is not None
-    }
-    forms = [_scaling(form) for form in (new, old) if form]
+    new, old = (dict(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
+    given = (config.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta"))
+    bases = {float(value) for value in given if value is not None}
+    forms = [scaling_of(form) for form in (new, old) if form]
     if len(bases) > 1 or (len(forms) > 1 and forms[0] != forms[1]):
         raise CheckpointError(
             f"config.json: rope_parameters {new} contradicts rope_theta "
             f"{config.get('rope_theta')} and rope_scaling {old}; keep the right one"
         )
+    if not bases:
+        bases = {float((getattr(theirs, "rope_parameters", None) or vars(theirs))["rope_theta"])}
     scaling = forms[0] if forms else {}
-    if scaling and scaling["rope_type"] not in ROPE_TYPES:
-        raise CheckpointError(
-            f"config.json: rope type {scaling['rope_type']!r} is none of default, "
-            f"{', '.join(ROPE_TYPES)}"
-        )
-    if scaling.get("rope_type") in ("yarn", "llama3"):
-        # transformers' own default, which must not move when the length is extended.
-        scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if scaling.get("rope_type") in WITH_ORIGINAL_LENGTH:
+        _set_original_length(scaling, config, theirs)
     return next(iter(bases)), scaling
 
 
-def _scaling(form: Mapping[str, Any]) -> dict[str, Any]:
+def _check_rope_kinds(config: Mapping[str, Any]) -> None:
+    for key in ("rope_parameters", "rope_scaling"):
+        kind = scaling_of(config.get(key) or {}).get("rope_type", ROPE_TYPES[0])
+        if kind not in ROPE_TYPES:
+            raise CheckpointError(
+                f"config.json: rope type {kind!r} is none of default, {', '.join(ROPE_TYPES)}"
+            )
+
+
+def _set_original_length(scaling: dict[str, Any], config: Mapping[str, Any], theirs: Any) -> None:
+    """Find the length that a scaling starts from, which must not move with an extension."""
+    name = "original_max_position_embeddings"
+    inside, outside = scaling.get(name), config.get(name)
+    if None not in (inside, outside) and inside != outside:
+        raise CheckpointError(
+            f"config.json: {name} {outside} contradicts the one beside rope_type, {inside}; "
+            "keep the right one"
+        )
+    # Without either, transformers takes the model's length.
+    scaling[name] = inside or outside or theirs.max_position_embeddings
+
+
+def scaling_of(form: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce one form to the scaling without the base; "type" is the oldest name of the kind."""
     kind = form.get("rope_type", form.get("type", "default"))
-    rest = {k: v for k, v in form.items() if k not in ("rope_theta", "rope_type", "type")}
+    outside = ("rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned")
+    rest = {k: v for k, v in form.items() if k not in outside}
     return {} if kind == "default" else {"rope_type": kind, **rest}
 
 
@@ -186,49 +233,69 @@ def refuse_sliding_window(config: Mapping[str, Any], *, positions: int) -> None:
         )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], model: Model) -> None:
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Give the window that is in force in any layer, None for full attention.
+
+    Raises:
+        CheckpointError: for kinds of layers without a window to slide, or of another attention.
+    """
+    theirs, family, _ = _understood(config)
+    window = getattr(theirs, "sliding_window", None)
+    if not family.window_by_layer:
+        return window
+    kinds = theirs.layer_types
+    others = [kind for kind in kinds if kind not in (FULL, SLIDING)]
+    if others or (SLIDING in kinds and window is None):
+        raise CheckpointError(
+            f"config.json: layer_types {kinds} with sliding_window {window}: "
+            f"expected {FULL}, and {SLIDING} only where there is a window"
+        )
+    return window if SLIDING in kinds else None
+
+
+def _refuse_unsupported(config: Mapping[str, Any], theirs: Any, model: Model) -> None:
     if config.get("quantization_config"):
         raise CheckpointError(
             "config.json: quantization_config: quantised weights cannot be trained; take the "
             "model's original ones"
         )
-    activation = config["hidden_act"]
-    if activation != "silu":
-        raise CheckpointError(f"config.json: hidden_act {activation!r}, expected 'silu' (SwiGLU)")
-    partial = config.get("partial_rotary_factor") or (config.get("rope_parameters") or {}).get(
-        "partial_rotary_factor"
-    )
-    if partial not in (None, 1, 1.0):
-        raise CheckpointError(f"config.json: partial_rotary_factor {partial} is not supported")
+    if theirs.hidden_act not in SILU:
+        raise CheckpointError(
+            f"config.json: hidden_act {theirs.hidden_act!r}, expected 'silu' (SwiGLU)"
+        )
+    for place in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
+        if (partial := place.get("partial_rotary_factor")) not in (None, 1):
+            raise CheckpointError(f"config.json: partial_rotary_factor {partial} is not supported")
     if homeless := homeless_biases(model):
         raise CheckpointError(
             "config.json: attention_bias true is not supported: Megatron's linear layers have "
             f"biases all or none, and {model.family} has no {' or '.join(homeless)} to export "
             "them to"
         )
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+    dense, step = (
+        getattr(theirs, "mlp_only_layers", None),
+        getattr(theirs, "decoder_sparse_step", 1),
+    )
+    if dense or step != 1:
         raise CheckpointError(
-            f"config.json: mlp_only_layers {config.get('mlp_only_layers')}, decoder_sparse_step "
-            f"{config.get('decoder_sparse_step')}: only experts in every layer are supported"
+            f"config.json: mlp_only_layers {dense}, decoder_sparse_step {step}: only experts in "
+            "every layer are supported"
         )
     if model.heads % model.groups:
         raise CheckpointError(
             f"config.json: num_attention_heads {model.heads} is not a multiple of "
             f"num_key_value_heads {model.groups}"
         )
-
-
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Give the window that is in force, None for full attention."""
-    config = complete(config)
-    if architecture(config).startswith("Qwen"):
-        first = config.get("max_window_layers") or 0  # layers below it have full attention
-        if not config["use_sliding_window"] or first >= config["num_hidden_layers"]:
-            return None
-    types = config.get("layer_types")
-    if types and "sliding_attention" not in types:
-        return None
-    return config.get("sliding_window")
+    if model.experts_per_token > model.experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok {model.experts_per_token} of {model.experts} experts"
+        )
+    if model.experts_per_token == 1 and model.normalized_router:
+        raise CheckpointError(
+            "config.json: num_experts_per_tok 1 with normalized weights, which then are always 1: "
+            "Megatron's router has no such setting"
+            + ("" if model.family.startswith("Mixtral") else "; with norm_topk_prob false it does")
+        )
 
 
 def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = None) -> dict:
@@ -240,12 +307,15 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
         like: config of a model of this shape, whose other entries (token ids, dropout, names) are
             kept.
     """
-    kept = {k: v for k, v in (like or {}).items() if k not in NOT_KEPT}
+    family = family_of(model.family)
+    given = like or {}
+    known = kept_keys(family.model_type) - NOT_KEPT
+    kept = {key: value for key, value in given.items() if key in known}
     scaling = dict(model.scaling)
     config = {
         **kept,
         "architectures": [model.family],
-        "model_type": family_of(model.family).model_type,
+        "model_type": family.model_type,
         "vocab_size": model.vocabulary,
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn,
@@ -275,8 +345,10 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
         config["attention_bias"] = model.qkv_bias
     config |= _experts_entries(model) | _full_attention(model)
     for name in AS_THERE if like is not None else ():
-        if name in kept:
-            config[name] = kept[name]
+        if name == "head_dim" and scaling:
+            continue  # transformers' scalings fail where a family's default for it is null
+        if name in given:
+            config[name] = given[name]
         else:
             config.pop(name, None)
     return config
@@ -306,11 +378,9 @@ def _full_attention(model: Model) -> dict[str, Any]:
     """Say that there is no sliding window, in the words of the family."""
     if model.family in ("MistralForCausalLM", "MixtralForCausalLM"):
         return {"sliding_window": None}  # the class' default is a window
-    if model.family.startswith("Qwen"):
-        return {
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "max_window_layers": model.layers,
-            "layer_types": ["full_attention"] * model.layers,
-        }
-    return {}
+    if not model.family.startswith("Qwen"):
+        return {}
+    entries: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
+    if family_of(model.family).window_by_layer:
+        entries |= {"max_window_layers": model.layers, "layer_types": [FULL] * model.layers}
+    return entries

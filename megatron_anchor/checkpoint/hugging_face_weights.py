@@ -19,6 +19,7 @@ from megatron_anchor.checkpoint.archives import (
     safetensors_extents,
 )
 from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.model_folder import check_links
 from megatron_anchor.checkpoint.rows import FileRows, Files, Piece
 
 SHARD_BYTES = 5_000_000_000  # transformers' own habit
@@ -36,9 +37,11 @@ def open_weights(folder: str | Path, files: Files) -> dict[str, FileRows]:
         files: reads them.
 
     Raises:
-        CheckpointError: for missing, truncated or malicious files, or an index that does not fit.
+        CheckpointError: for missing, truncated or malicious files, links that lead outside of the
+            folder, or an index that does not fit.
     """
     folder = Path(folder)
+    check_links(folder)
     for name, extents in KINDS:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():  # wins over an index, as in transformers

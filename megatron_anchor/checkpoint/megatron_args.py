@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 
 from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.hugging_face_config import scaling_of
 from megatron_anchor.checkpoint.model import PADDED_VOCABULARY_MULTIPLE, Model
+from megatron_anchor.shell_words import is_value, passes_unquoted
 
 FLAGS = {
     "num_layers": "--num-layers",
@@ -49,20 +52,16 @@ FLAGS = {
 }
 """Megatron's name of a value to its flag, in the order of megatron_args.txt."""
 
-MUST_BE = {
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "apply_layernorm_1p": False,
-    "multi_latent_attention": False,
-    "qk_l2_norm": False,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-}
-"""What a run must have trained with to be one of our families."""
+TEXTS = frozenset(
+    {
+        *("normalization", "position_embedding_type", "rope_parameters", "tokenizer_type"),
+        *("tokenizer_model", "anchor_token", "transformer_impl"),
+    }
+)
+"""Of these the values that are no numbers."""
+
+_PLAIN_JSON = re.compile(r'"(?:[^"\\]|\\.)*"')
+"""One string of a JSON text."""
 
 
 def argument_values(
@@ -122,15 +121,35 @@ def argument_values(
 
 
 def flag_lines(values: Mapping[str, Any]) -> list[str]:
-    """Write values as command-line flags, one a line."""
+    """Write values as command-line flags, one a line, that pass an unquoted ``$(cat file)``.
+
+    Raises:
+        CheckpointError: for a value that the shell or the parser would take for more than one.
+    """
     lines = []
     for name, flag in FLAGS.items():
         value = values[name]
-        if value is True:
-            lines.append(flag)
-        elif value is not None and value is not False:
-            lines.append(f"{flag} {value}")
+        if value is None or value is False:
+            continue
+        lines.append(flag if value is True else f"{flag} {_word(name, value)}")
     return lines
+
+
+def _word(name: str, value: Any) -> str:
+    text = _PLAIN_JSON.sub(_escape, value) if name == "rope_parameters" else str(value)
+    number = isinstance(value, int | float)
+    if number != (name not in TEXTS) or not passes_unquoted(text) or not is_value(text):
+        expected = "one plain word" if name in TEXTS else "a number"
+        raise CheckpointError(
+            f"{FLAGS[name]} {text!r}: expected {expected}; the shell, or Megatron's parser, would "
+            "read more than one value from it"
+        )
+    return text
+
+
+def _escape(text: re.Match[str]) -> str:
+    """Write a JSON string without characters that mean something to a shell."""
+    return re.sub(r"[^\w\"\\./:+-]", lambda m: f"\\u{ord(m[0]):04x}", text[0], flags=re.ASCII)
 
 
 def namespace(values: Mapping[str, Any], *, dtype: torch.dtype) -> Namespace:
@@ -162,31 +181,24 @@ def namespace(values: Mapping[str, Any], *, dtype: torch.dtype) -> Namespace:
 def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: int) -> Model:
     """Read a model's shape from the arguments of the run that trained it.
 
+    What the families cannot represent is not looked at here; `argument_check` does that.
+
     Args:
         args: as the checkpoint records them; Megatron's own runs lack our flags.
         family: architecture to export as; None: the plainest one that has these weights.
         padded_vocabulary: rows of the stored embedding.
 
     Raises:
-        CheckpointError: for a model that is none of the families.
+        CheckpointError: for two scalings of RoPE at once.
     """
     given = vars(args)
-    wrong = [
-        f"{name} {given[name]} (expected {value})"
-        for name, value in MUST_BE.items()
-        if given.get(name, value) not in (value, None)
-    ]
-    if wrong:
-        raise CheckpointError(f"this model is none of the families: {', '.join(wrong)}")
     heads = args.num_attention_heads
     groups = given.get("num_query_groups") if given.get("group_query_attention") else heads
     bias = bool(given.get("add_bias_linear", True))
     qk_norm = bool(given.get("qk_layernorm", False))
     experts = given.get("num_experts") or 0
-    frequency = given.get("moe_layer_freq", 1)
-    if experts and frequency != 1 and set(frequency) != {1}:
-        raise CheckpointError(f"moe_layer_freq {frequency}: only experts in every layer are known")
     qkv_bias = bias or bool(given.get("add_qkv_bias", False))
+    base, scaling = _rope(given)
     return Model(
         family=family or _family(qk_norm=qk_norm, qkv_bias=qkv_bias, bias=bias, experts=experts),
         layers=args.num_layers,
@@ -205,8 +217,8 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
         mlp_bias=bias,
         qk_norm=qk_norm,
         epsilon=float(given.get("layernorm_epsilon", given.get("norm_epsilon", 1e-5))),
-        rotary_base=float(given.get("rotary_base", 10000)),
-        scaling=_scaling(given),
+        rotary_base=base,
+        scaling=scaling,
         positions=int(given.get("max_position_embeddings") or given["seq_length"]),
         experts=experts,
         experts_per_token=given.get("moe_router_topk", 2) if experts else 0,
@@ -234,13 +246,15 @@ def _vocabulary(given: Mapping[str, Any], padded: int) -> int:
     return given.get("vocab_size") or padded
 
 
-def _scaling(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope(given: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Give the base and the scaling without it; `argument_check` compares two bases."""
     from megatron_anchor.training.arguments import rope_scaling
 
     flags = ("rope_parameters", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
     try:
-        return rope_scaling(
+        form = rope_scaling(
             Namespace(**{"rope_scaling_factor": 8.0, **dict.fromkeys(flags), **given})
         )
     except ValueError as error:
         raise CheckpointError(f"the run's arguments: {error}") from error
+    return float(given.get("rotary_base", 10000)), scaling_of(form)

@@ -1,7 +1,10 @@
-"""A Megatron model from a checkpoint alone: what a run would build and load.
+"""The Megatron model of a checkpoint, built from the arguments that its run recorded.
 
-The model is the one that is trained: Megatron's GPTModel with the anchor core attention. Loading
-goes through Megatron's own ``dist_checkpointing``, so it checks what was written.
+Nothing of our own reading of these arguments comes in between: they go through Megatron's
+translation into its model config, unknown ones too. Only what says how the model is executed is
+replaced, so that one that was trained on many GPUs runs here. A run of megatron_anchor gets its
+layers, one of stock Megatron stock layers. Loading goes through ``dist_checkpointing``, so it
+checks what was written.
 
 Legend: S tokens, V vocabulary.
 """
@@ -9,97 +12,120 @@ Legend: S tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_anchor.checkpoint.model import Model
+from megatron_anchor import compat
+from megatron_anchor.checkpoint.argument_check import is_ours
+from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.families import LOCAL
+from megatron_anchor.checkpoint.model_arguments import EXECUTION, INFERENCE, LAYOUT, PRECISION
+
+NEVER_OPENED = ("spec", "yaml_cfg", "heterogeneous_layers_config_path")
+"""Arguments that would have Megatron import or read what they name."""
+
+NO_KERNELS = {
+    "no_persist_layer_norm": True,
+    "persist_layer_norm": False,
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "cp_comm_type": ["a2a"],
+    "perform_initialization": False,
+}
+"""What differs from Megatron's defaults where there is neither a GPU nor its kernels."""
 
 
-def gpt_model(model: Model, *, dtype: torch.dtype, vp_stage: int | None = None) -> Any:
-    """Build this rank's part of the model; Megatron's groups must be initialized.
+def gpt_model(
+    stored: Namespace,
+    *,
+    rows: int,
+    dtype: torch.dtype,
+    target: str = LOCAL,
+    vp_stage: int | None = None,
+) -> Any:
+    """Build this rank's part of a run's model; Megatron's groups must be initialized.
 
     Args:
-        model: its shape.
+        stored: arguments of the run.
+        rows: of the stored embedding.
         dtype: of the weights.
+        target: --transformer-impl.
         vp_stage: virtual pipeline stage.
+
+    Raises:
+        CheckpointError: if Megatron does not build a model from these arguments.
     """
-    from megatron.core import mpu
-    from megatron.core.models.gpt import GPTModel
+    args = _runnable(stored, rows=rows, dtype=dtype, target=target)
+    try:
+        config = compat.gpt_model_config(args)
+        if is_ours(vars(stored)):
+            _take_our_layers(config, args)
+        return compat.build_gpt_model(config, vp_stage=vp_stage)
+    except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"Megatron builds no model from the run's arguments: {type(error).__name__}: {error}"
+        ) from error
 
-    from megatron_anchor.attention.layer_spec import anchor_block_spec
-    from megatron_anchor.attention.rope import RotarySettings
 
-    config = transformer_config(model, dtype=dtype)
-    rotary = RotarySettings(
-        head_dim=model.head,
-        base=model.rotary_base,
-        scaling=dict(model.scaling),
-        max_position_embeddings=model.positions,
-    )
-    return GPTModel(
-        config,
-        anchor_block_spec(config, rotary=rotary, backend="sdpa", vp_stage=vp_stage),
-        vocab_size=model.padded_rows,
-        max_sequence_length=model.positions,
-        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=model.tied,
-        position_embedding_type="none",
-        vp_stage=vp_stage,
+def _take_our_layers(config: Any, args: Namespace) -> None:
+    from megatron_anchor.attention.layer_spec import layer_spec_provider
+    from megatron_anchor.training.providers import rotary_settings
+
+    config.position_embedding_type = "none"
+    config.transformer_layer_spec = layer_spec_provider(
+        rotary=rotary_settings(args), backend="sdpa"
     )
 
 
-def transformer_config(model: Model, *, dtype: torch.dtype) -> Any:
-    """Give Megatron's config of the model under the groups that are initialized."""
-    from megatron.core import mpu
-    from megatron.core.transformer import TransformerConfig
+def _runnable(stored: Namespace, *, rows: int, dtype: torch.dtype, target: str) -> Namespace:
+    """Complete a run's arguments, and replace those that say how its model is executed."""
+    from megatron_anchor.training.arguments import AnchorArguments
 
-    tp = mpu.get_tensor_model_parallel_world_size()
-    pp = mpu.get_pipeline_model_parallel_world_size()
-    vpp = mpu.get_virtual_pipeline_model_parallel_world_size()
-    moe = {
-        "num_moe_experts": model.experts,
-        "moe_router_topk": model.experts_per_token,
-        "moe_router_pre_softmax": not model.normalized_router,
-        "moe_ffn_hidden_size": model.ffn,
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
+    defaults = compat.argument_defaults() | {f.name: f.default for f in fields(AnchorArguments)}
+    replaced = LAYOUT | EXECUTION | PRECISION | INFERENCE
+    kept = {name: value for name, value in vars(stored).items() if name not in replaced}
+    values = defaults | kept | NO_KERNELS | dict.fromkeys(NEVER_OPENED)
+    values |= _layout(has_experts=bool(values["num_experts"])) | {
+        "padded_vocab_size": rows,
+        "transformer_impl": target,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
     }
-    return TransformerConfig(
-        **(moe if model.experts else {}),
-        num_layers=model.layers,
-        hidden_size=model.hidden,
-        ffn_hidden_size=model.ffn,
-        num_attention_heads=model.heads,
-        num_query_groups=model.groups,
-        kv_channels=model.head,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=model.linear_bias,
-        add_qkv_bias=model.qkv_bias and not model.linear_bias,
-        qk_layernorm=model.qk_norm,
-        normalization="RMSNorm",
-        layernorm_epsilon=model.epsilon,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        transformer_impl="local",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        # As Megatron's own arguments set them for an interleaved pipeline.
-        overlap_p2p_comm=vpp is not None,
-        batch_p2p_comm=vpp is None,
-    )
+    for name in ("moe_aux_loss_coeff", "moe_router_load_balancing_type"):
+        if isinstance(values[name], list) and len(values[name]) == 1:
+            values[name] = values[name][0]  # as Megatron's validation leaves it
+    return Namespace(**values)
+
+
+def _layout(*, has_experts: bool) -> dict[str, Any]:
+    """Give the sizes of the groups that are initialized, as arguments."""
+    from megatron.core import mpu
+
+    stages = mpu.get_virtual_pipeline_model_parallel_world_size()
+    experts = {
+        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": mpu.get_expert_tensor_parallel_world_size(),
+    }
+    return (experts if has_experts else {}) | {
+        "tensor_model_parallel_size": mpu.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": mpu.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": stages,
+        "overlap_p2p_comm": stages is not None,
+    }
 
 
 def load_weights(
@@ -128,46 +154,63 @@ def load_weights(
 
 
 def logits(
-    model: Model,
+    stored: Namespace,
     folder: str | Path,
     tokens_S: Tensor,
     *,
+    rows: int,
     dtype: torch.dtype,
     stored_names: Mapping[str, str] | None = None,
 ) -> Tensor:
     """Compute a checkpoint's logits of one document in this process, without a GPU.
 
     Args:
-        model: its shape.
+        stored: arguments of the run.
         folder: of the iteration.
         tokens_S: token ids.
+        rows: of the stored embedding.
         dtype: of weights and arithmetic.
         stored_names: see `load_weights`.
 
     Returns:
-        [S, V] float32; the vocabulary's filling is cut.
+        [S, V] float32, V = ``rows``.
+
+    Raises:
+        CheckpointError: see `gpt_model`.
     """
     import torch.distributed as dist
     from megatron.core import mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from megatron_anchor.attention.packed import pack_micro_batch
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mpu.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1)
-        gpt = gpt_model(model, dtype=dtype).eval()
+        gpt = gpt_model(stored, rows=rows, dtype=dtype).eval()
         load_weights(gpt, folder, stored_names=stored_names)
-        length = len(tokens_S)
-        positions_BS = torch.arange(length)[None]
-        packed = pack_micro_batch(
-            positions_BS, torch.tensor([[0, length]], dtype=torch.int32), seq_length=length
-        )
-        with torch.no_grad():
-            found_BSV = gpt(tokens_S[None], positions_BS, None, packed_seq_params=packed)
+        return logits_of(gpt, tokens_S, stored=stored)
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
-    return found_BSV[0, :, : model.vocabulary].float()
+
+
+def logits_of(gpt: Any, tokens_S: Tensor, *, stored: Namespace) -> Tensor:
+    """Run a whole model on one document: [S, V] float32 logits.
+
+    Args:
+        gpt: as `gpt_model` builds it.
+        tokens_S: token ids.
+        stored: arguments it was built from.
+    """
+    from megatron_anchor.attention.packed import pack_micro_batch
+
+    length = len(tokens_S)
+    positions_BS = torch.arange(length)[None]
+    with torch.no_grad():
+        if is_ours(vars(stored)):
+            documents = torch.tensor([[0, length]], dtype=torch.int32)
+            packed = pack_micro_batch(positions_BS, documents, seq_length=length)
+            return gpt(tokens_S[None], positions_BS, None, packed_seq_params=packed)[0].float()
+        hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        return gpt(tokens_S[None], positions_BS, hidden)[0].float()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.terminal import logger_of
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def output_folder(path: str | Path) -> Iterator[Path]:
         raise CheckpointError(f"{path} exists and is not empty; choose another --out or remove it")
     prefix = f".{path.name}.partial-"
     for stale in path.parent.glob(f"{glob.escape(prefix)}*"):
-        logging.getLogger(__name__).warning(
+        logger_of(__name__).warning(
             "%s was left by a run that was killed; remove it if no other is writing it", stale
         )
     temporary = path.with_name(f"{prefix}{os.getpid()}")

@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_anchor.checkpoint import tokenizer_files
+from megatron_anchor.checkpoint.argument_check import check_representable
 from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import (
     BIASED,
@@ -40,6 +41,7 @@ from megatron_anchor.checkpoint.row_maps import Zeros
 from megatron_anchor.checkpoint.rows import AverageRows, Blocks, CastRows, Files, Rows
 from megatron_anchor.checkpoint.to_megatron import SOURCE_FOLDER
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint, iteration_folder
+from megatron_anchor.checkpoint.transformers_model import check_transformers_model
 
 EMBEDDING = "embedding.word_embeddings.weight"
 LIKE_MUST_AGREE = (
@@ -68,6 +70,7 @@ def convert_to_hugging_face(
     iteration: int | None = None,
     average: Sequence[int] = (),
     like: str | Path | None = None,
+    ignored_arguments: Sequence[str] = (),
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = True,
@@ -82,6 +85,7 @@ def convert_to_hugging_face(
         like: Hugging Face folder for everything that is not trained: architecture, token ids,
             tokenizer, generation config. None: the run's --tokenizer-model where it is such a
             folder of the same shape.
+        ignored_arguments: of the run, which no family can represent and the user leaves out.
         dtype: of the weights; None: as stored.
         shard_bytes: largest size of a weight file.
         progress: show a bar.
@@ -98,13 +102,19 @@ def convert_to_hugging_face(
         ]
         first = checkpoints[0]
         args = first.args()
+        left_out = check_representable(vars(args), ignored=ignored_arguments)
         model, config, folder, notes = describe(first, args, like)
+        notes += left_out + data_notes(args)
         for other in checkpoints[1:]:
+            check_representable(vars(other.args()), ignored=ignored_arguments)
             check_same_settings(first, model, other, describe(other, other.args(), like)[0])
         check_names(first, model)
         stored = Stored(checkpoints, model, dtype)
         plans = stored.plans()
         total = sum(plan.bytes for plan in plans)
+        weights_dtype = str(stored.dtype).removeprefix("torch.")
+        new_config = config_for(model, dtype=weights_dtype, like=config)
+        check_transformers_model(new_config, model)
         with (
             output_folder(out) as temporary,
             tqdm(
@@ -123,12 +133,20 @@ def convert_to_hugging_face(
 
             stored.check_zeros()
             names = write_weights(temporary, plans, blocks, shard_bytes=shard_bytes)
-            weights_dtype = str(stored.dtype).removeprefix("torch.")
-            _write_json(
-                temporary / "config.json", config_for(model, dtype=weights_dtype, like=config)
-            )
+            _write_json(temporary / "config.json", new_config)
             _write_companions(temporary, model, config, folder)
     return Exported(model, len(plans), total, names, None if folder is None else str(folder), notes)
+
+
+def data_notes(args: Namespace) -> list[str]:
+    """Say what a run did with its documents that transformers will not do by itself."""
+    position = getattr(args, "anchor_position", 0)
+    if not position:
+        return []
+    return [
+        f"trained with --anchor-position {position}: transformers gives the first token the "
+        "position 0 unless position_ids say otherwise"
+    ]
 
 
 def describe(

@@ -35,8 +35,9 @@ from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.output import output_folder
 from megatron_anchor.checkpoint.rows import BLOCK_BYTES, Blocks, CastRows, Files, Rows, row_bytes
-from megatron_anchor.checkpoint.torch_dist_reader import TRACKER
 from megatron_anchor.checkpoint.torch_dist_writer import TorchDistWriter
+from megatron_anchor.checkpoint.transformers_model import check_transformers_model
+from megatron_anchor.compat import TRACKER
 
 SOURCE_FOLDER = "hugging_face"
 ARGS_FILE = "megatron_args.txt"
@@ -88,6 +89,7 @@ def convert_to_megatron(
     source, out = Path(source), Path(out).absolute()
     config = read_config(source)
     model = model_of(config, drop_sliding_window=drop_sliding_window)
+    check_transformers_model(config, model)
     model = extended(model, extend_to=extend_to, rotary_base=rotary_base, positions=positions)
     if not drop_sliding_window:
         refuse_sliding_window(config, positions=model.positions)

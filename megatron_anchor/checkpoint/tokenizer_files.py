@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_anchor.checkpoint.errors import CheckpointError
-
-FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tekken.json",
+from megatron_anchor.checkpoint.model_folder import (
+    FOLDERS,
+    TOKENIZERS,
+    check_links,
+    read_json,
 )
-FOLDERS = ("additional_chat_templates",)
+
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -41,8 +34,12 @@ def copy_tokenizer(source: str | Path, target: Path, *, positions: int | None = 
 
     Returns:
         Names of the files and folders copied.
+
+    Raises:
+        CheckpointError: for links that lead outside of the folder.
     """
-    names = [name for name in FILES if (Path(source) / name).is_file()]
+    check_links(source)
+    names = [name for name in TOKENIZERS if (Path(source) / name).is_file()]
     for name in names:
         shutil.copyfile(Path(source) / name, target / name)
     for name in FOLDERS:
@@ -51,8 +48,9 @@ def copy_tokenizer(source: str | Path, target: Path, *, positions: int | None = 
             names.append(name)
     path = target / "tokenizer_config.json"
     if positions and path.is_file():
-        config = _read(path)
-        if 0 < config.get("model_max_length", positions) < positions:
+        config = read_json(path)
+        length = config.get("model_max_length")
+        if isinstance(length, int | float) and 0 < length < positions:
             config["model_max_length"] = positions
             path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     return names
@@ -67,7 +65,7 @@ def vocabulary_size(folder: str | Path) -> int | None:
     if (folder / "tokenizer.model").is_file():
         from sentencepiece import SentencePieceProcessor
 
-        added = _read(folder / "added_tokens.json").values()
+        added = read_json(folder / "added_tokens.json").values()
         size = SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).get_piece_size()
         return max([size, *(i + 1 for i in added)])
     return None
@@ -75,7 +73,7 @@ def vocabulary_size(folder: str | Path) -> int | None:
 
 def anchor_id(folder: str | Path, config: Mapping[str, Any]) -> int | None:
     """Choose the anchor: the tokenizer's bos, else its eos; without a tokenizer, the config's."""
-    tokenizer = _read(Path(folder) / "tokenizer_config.json")
+    tokenizer = read_json(Path(folder) / "tokenizer_config.json")
     for kind in ("bos", "eos"):
         token = tokenizer.get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token
@@ -109,12 +107,3 @@ def _vocabulary(folder: Path) -> dict[str, int]:
         return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{path} is no tokenizer: {error}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error

@@ -21,8 +21,8 @@ from megatron_anchor.checkpoint.archives import Extent, archive_extent, load_fak
 from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.rows import FileRows, Files, Piece
 from megatron_anchor.checkpoint.unpickling import load_metadata, load_object
+from megatron_anchor.compat import TRACKER
 
-TRACKER = "latest_checkpointed_iteration.txt"
 NOT_THE_MODEL = re.compile(
     r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|common_state|opt_param_scheduler"
 )

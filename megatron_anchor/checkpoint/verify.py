@@ -8,7 +8,7 @@ Legend: S tokens, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_anchor.checkpoint.argument_check import unrepresentable
 from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import rules_for
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
+from megatron_anchor.checkpoint.megatron_args import argument_values
 from megatron_anchor.checkpoint.megatron_model import logits as megatron_logits
+from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.checkpoint.pretrained import load_causal_model, load_tokenizer
 from megatron_anchor.checkpoint.rows import CastRows, Files, Rows
 from megatron_anchor.checkpoint.to_hugging_face import (
     LIKE_MUST_AGREE,
@@ -123,23 +127,23 @@ def setting_differences(
     """Say where the settings that logits depend on, besides weights, are not the same.
 
     Args:
-        checkpoint: Megatron's side; it has full attention.
+        checkpoint: Megatron's side.
         folder: Hugging Face's side.
         their_rope: RoPE and length may be others.
     """
-    model, *_ = describe(checkpoint, checkpoint.args(), folder, flag="--hf")
+    args = checkpoint.args()
+    model, *_ = describe(checkpoint, args, folder, flag="--hf")
     config = read_config(folder)
     theirs, window = model_of(config, drop_sliding_window=True), sliding_window(config)
     names = ("epsilon", *LIKE_MUST_AGREE, *(() if their_rope else ROPE_SETTINGS))
-    return [
+    found = [
         f"{name} {getattr(model, name)} (Hugging Face {getattr(theirs, name)})"
         for name in names
         if getattr(model, name) != getattr(theirs, name)
-    ] + (
-        [f"full attention (Hugging Face sliding_window {window})"]
-        if window is not None and window < theirs.positions
-        else []
-    )
+    ]
+    if window is not None and window < theirs.positions:
+        found.append(f"full attention (Hugging Face sliding_window {window})")
+    return found + list(unrepresentable(vars(args)).values())
 
 
 def _largest_difference(first: np.ndarray, second: np.ndarray, dtype: torch.dtype) -> float:
@@ -157,6 +161,9 @@ def compare_logits(
 ) -> LogitVerdict:
     """Compare the logits of both sides on one document; needs the CPU in CUDA's place.
 
+    Megatron's side is what the run's own arguments make of the weights, whether or not we know
+    what they mean.
+
     Args:
         checkpoint: Megatron's side.
         folder: Hugging Face's side; one model is in memory at a time.
@@ -164,12 +171,10 @@ def compare_logits(
         dtype: of weights and arithmetic on both sides.
         their_rope: rotate on Megatron's side as the Hugging Face config says.
     """
-    model, *_ = describe(checkpoint, checkpoint.args(), folder, flag="--hf")
+    args = checkpoint.args()
+    model, *_ = describe(checkpoint, args, folder, flag="--hf")
     if their_rope:
-        config = model_of(read_config(folder), drop_sliding_window=True)
-        model = dataclasses.replace(
-            model, **{name: getattr(config, name) for name in ROPE_SETTINGS}
-        )
+        args = _with_rope_of(args, model_of(read_config(folder), drop_sliding_window=True))
     theirs = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="eager")
     others = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="sdpa")
     floor, spread = float((theirs - others).abs().max()), float(theirs.std())
@@ -178,8 +183,13 @@ def compare_logits(
         rule.keys[0]: key for rule in rules_for(model) for key in rule.keys if key in tensors
     }
     ours = megatron_logits(
-        model, checkpoint.folder, tokens_S, dtype=dtype, stored_names=stored_names
-    )
+        args,
+        checkpoint.folder,
+        tokens_S,
+        rows=model.padded_rows,
+        dtype=dtype,
+        stored_names=stored_names,
+    )[:, : model.vocabulary]
     log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
     return LogitVerdict(
         tokens=len(tokens_S),
@@ -190,6 +200,13 @@ def compare_logits(
         top1_agreement=float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
         tolerance=max(FLOOR_FACTOR * floor, ABSOLUTE_TOLERANCE[dtype] * spread),
     )
+
+
+def _with_rope_of(args: Namespace, model: Model) -> Namespace:
+    """Give a run's arguments with the rotation of another model."""
+    rope = {"rotary_base", "rope_parameters", "max_position_embeddings"}
+    values = argument_values(model, dtype=torch.float32, tokenizer=None, anchor=None)
+    return Namespace(**{**vars(args), **{name: values[name] for name in rope}})
 
 
 def hugging_face_logits(
@@ -203,14 +220,11 @@ def hugging_face_logits(
 
 def load_hugging_face(folder: Path, *, dtype: torch.dtype, attention: str) -> Any:
     """Load a model folder by transformers, from this machine's disk only."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, local_files_only=True
-    ).eval()
+    return load_causal_model(folder, dtype=dtype, attn_implementation=attention)
 
 
 def open_checkpoint(
@@ -237,9 +251,7 @@ def text_tokens(text: str, folder: Path, *, limit: int) -> Tensor:
         model = model_of(read_config(folder), drop_sliding_window=True)
         generator = torch.Generator().manual_seed(0)
         return torch.randint(model.vocabulary, (min(limit, 256),), generator=generator)
-    from transformers import AutoTokenizer
-
-    ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"][:limit]
+    ids = load_tokenizer(folder)(text)["input_ids"][:limit]
     if not ids:
         raise CheckpointError("the text has no tokens; give another --text or --text-file")
     return torch.tensor(ids)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers.choose import ENGINES, TOKENIZER_TYPES, TokenizerConfig
 from megatron_anchor.corpus.tokenizers.tiktoken_ranks import PATTERNS
+from megatron_anchor.terminal import say
 
 
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,13 +78,13 @@ def run(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | No
             return command(argv)
     except (CorpusError, OSError) as error:
         if not isinstance(error, BrokenPipeError):
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", file=sys.stderr)
         return 1
     except _Terminated:
-        print("ended by SIGTERM", file=sys.stderr)
+        say("ended by SIGTERM", file=sys.stderr)
         return 143
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", file=sys.stderr)
         return 130
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,6 +16,8 @@ from megatron_anchor.corpus.inspection import PERCENTILES, Report, inspect_corpu
 from megatron_anchor.corpus.manifest import KeyManifest, read_manifest
 from megatron_anchor.corpus.pictures import draw_lengths
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
+from megatron_anchor.shell_words import quoted
+from megatron_anchor.terminal import escaped, say, say_block, say_json
 
 _EXAMPLE = """\
   python tools/inspect_corpus.py corpus/all_text_document --png lengths.png
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.png:
         name = Path(prefix).name
         draw_lengths(args.png, report.edges, _groups(report), title=f"{name}: tokens by length")
-    print(json.dumps(asdict(report))) if args.json else print_report(report)
+    say_json(asdict(report)) if args.json else print_report(report)
     return 1 if report.problems else 0
 
 
@@ -81,7 +82,7 @@ def _check_same(prefix: str, tokenizer: Tokenizer) -> None:
     own, theirs = tokenizer.fingerprint(), manifest.tokenizer.get("fingerprint")
     if own != theirs:
         made = manifest.tokenizer.get("path") or manifest.tokenizer.get("kind")
-        print(
+        say(
             f"note: the corpus was made with another tokenizer ({made}, fingerprint {theirs}) than "
             f"the one given ({own})",
             file=sys.stderr,
@@ -94,7 +95,7 @@ def _flags_of(manifest: KeyManifest | None) -> str:
         return "--tokenizer-model"
     made = manifest.tokenizer
     if made.get("path"):
-        return f"--tokenizer-model {made['path']}, with which the corpus was made"
+        return f"--tokenizer-model {quoted(str(made['path']))}, with which the corpus was made"
     types = {"bytes": "ByteLevelTokenizer", "null": "NullTokenizer"}
     flags = f"--tokenizer-type {types.get(made.get('kind', ''), '...')}"
     return f"{flags} --vocab-size ..." if made.get("kind") == "null" else flags
@@ -108,43 +109,40 @@ def _show_document(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer |
     shown = ids[: args.max_tokens]
     text = tokenizer.native_engine.decode(shown.tolist())
     if args.json:
-        print(json.dumps({"document": args.document, "tokens": ids.tolist(), "text": text}))
+        say_json({"document": args.document, "tokens": ids.tolist(), "text": text})
         return 0
-    print(
-        f"document {args.document}: {len(ids)} tokens, {ids[:8].tolist()} ... {ids[-4:].tolist()}"
-    )
-    print(text)
+    say(f"document {args.document}: {len(ids)} tokens, {ids[:8].tolist()} ... {ids[-4:].tolist()}")
+    say_block(text)
     if len(shown) < len(ids):
-        print(f"... {len(ids) - len(shown)} more tokens (--max-tokens)")
+        say(f"... {len(ids) - len(shown)} more tokens (--max-tokens)")
     return 0
 
 
 def print_report(report: Report) -> None:
     """Tables for people."""
     whole = report.domains[0]
-    print(f"{report.prefix}: {whole.documents} documents, {report.sequences} sequences, ", end="")
-    print(f"{whole.tokens} tokens of {report.dtype}")
-    names = [domain.name for domain in report.domains]
+    say(
+        f"{report.prefix}: {whole.documents} documents, {report.sequences} sequences, "
+        f"{whole.tokens} tokens of {report.dtype}",
+        "",
+    )
+    names = [escaped(domain.name) for domain in report.domains]
     wide = max(map(len, names)) + 2
     percentiles = [f"p{p}" if p < 100 else "longest" for p in PERCENTILES]
-    print(f"\n{'domain':<{wide}}{'documents':>12}{'tokens':>15}{'share':>8}", end="")
-    print("".join(f"{p:>11}" for p in percentiles))
-    for domain in report.domains[: _MOST_LISTED + 1]:
+    head = f"{'domain':<{wide}}{'documents':>12}{'tokens':>15}{'share':>8}"
+    say(head + "".join(f"{p:>11}" for p in percentiles))
+    for name, domain in zip(names[: _MOST_LISTED + 1], report.domains, strict=False):
         share = domain.tokens / max(whole.tokens, 1)
-        print(
-            f"{domain.name:<{wide}}{domain.documents:>12}{domain.tokens:>15}{share:>8.1%}", end=""
-        )
-        print("".join(f"{value:>11}" for value in domain.percentiles))
+        row = f"{name:<{wide}}{domain.documents:>12}{domain.tokens:>15}{share:>8.1%}"
+        say(row + "".join(f"{value:>11}" for value in domain.percentiles))
     if len(names) > _MOST_LISTED + 1:
-        print(f"... and {len(names) - _MOST_LISTED - 1} smaller domains (--json lists all)")
-    print(f"\n{'length from':>12}{'documents':>12}{'tokens':>15}{'share':>8}")
+        say(f"... and {len(names) - _MOST_LISTED - 1} smaller domains (--json lists all)")
+    say("", f"{'length from':>12}{'documents':>12}{'tokens':>15}{'share':>8}")
     for edge, count, tokens in zip(report.edges, whole.counts, whole.bin_tokens, strict=True):
         if count:
             share = tokens / max(whole.tokens, 1)
             bar = "#" * round(40 * share)
-            print(f"{edge:>12}{count:>12}{tokens:>15}{share:>8.1%} {bar}")
-    print()
-    for problem in report.problems:
-        print(f"PROBLEM: {problem}")
+            say(f"{edge:>12}{count:>12}{tokens:>15}{share:>8.1%} {bar}")
+    say("", *(f"PROBLEM: {problem}" for problem in report.problems))
     if not report.problems:
-        print("the files agree with one another")
+        say("the files agree with one another")

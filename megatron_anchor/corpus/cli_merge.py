@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
-import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +13,7 @@ from megatron_anchor.command_line import make_parser
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.merge import merge_corpora
+from megatron_anchor.terminal import say, say_json
 
 _EXAMPLE = """\
   for i in 0 1 2 3; do   # each on its own machine
@@ -49,7 +50,7 @@ def expand(inputs: Sequence[str]) -> list[str]:
     """Prefixes as given; patterns give every prefix that has an index, 2 before 10."""
     prefixes: list[str] = []
     for text in inputs:
-        if not glob.has_magic(text):
+        if not glob.has_magic(text) or os.path.isfile(f"{text}.idx"):
             prefixes.append(text.removesuffix(".idx").removesuffix(".bin"))
             continue
         found = [
@@ -79,19 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     corpus = IndexedCorpus.open(args.output_prefix)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "prefix": args.output_prefix,
-                    "parts": prefixes,
-                    "documents": len(corpus),
-                    "tokens": len(corpus.tokens),
-                    "manifest": asdict(manifest) if manifest else None,
-                }
-            )
+        say_json(
+            {
+                "prefix": args.output_prefix,
+                "parts": prefixes,
+                "documents": len(corpus),
+                "tokens": len(corpus.tokens),
+                "manifest": asdict(manifest) if manifest else None,
+            }
         )
         return 0
-    print(
+    say(
         f"{args.output_prefix}: {len(corpus)} documents, {len(corpus.tokens)} tokens from "
         f"{len(prefixes)} parts"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.preprocess import NO_ENGINE, PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.sources import FORMATS
+from megatron_anchor.terminal import say, say_json
 
 _EXAMPLE = """\
   python tools/preprocess_data.py --input 'data/*.jsonl.gz' --json-keys text \\
@@ -123,10 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary = _execute(args, config)
     except KeyboardInterrupt:
         if kept.exists():
-            print(f"what was finished is kept in {kept}: go on with --resume", file=sys.stderr)
+            say(f"what was finished is kept in {kept}: go on with --resume", file=sys.stderr)
         raise
     if args.json:
-        print(json.dumps(asdict(summary)))
+        say_json(asdict(summary))
     else:
         print_summary(summary)
     return 0
@@ -154,14 +154,17 @@ def _with_shard_joined(argv: Sequence[str]) -> list[str]:
 def print_summary(summary: Summary) -> None:
     """The summary for people."""
     for note in summary.notes:
-        print(f"note: {note}", file=sys.stderr)
-    for prefix, documents, tokens, empty in zip(
-        summary.prefixes, summary.documents, summary.tokens, summary.empty_documents, strict=True
-    ):
-        print(f"{prefix}: {documents} documents, {tokens} tokens, {empty} empty left out")
+        say(f"note: {note}", file=sys.stderr)
+    for number, prefix in enumerate(summary.prefixes):
+        kept = summary.empty_kept[number]
+        beside = f" ({kept} empty, to stay beside the other keys)" if kept else ""
+        say(
+            f"{prefix}: {summary.documents[number]} documents{beside}, {summary.tokens[number]} "
+            f"tokens, {summary.empty_documents[number]} empty left out"
+        )
     if summary.engine != NO_ENGINE:
         rate = summary.processed_bytes / 1e6 / max(summary.seconds, 1e-9)
-        print(f"{summary.rows_read} rows read in {summary.seconds:.1f} s ({rate:.2f} MB/s)")
+        say(f"{summary.rows_read} rows read in {summary.seconds:.1f} s ({rate:.2f} MB/s)")
     if summary.rejected:
         kinds = ", ".join(f"{count} {kind}" for kind, count in summary.rejected.items())
-        print(f"{sum(summary.rejected.values())} rows rejected ({kinds}): {summary.rejected_file}")
+        say(f"{sum(summary.rejected.values())} rows rejected ({kinds}): {summary.rejected_file}")

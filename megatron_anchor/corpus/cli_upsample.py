@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_anchor.corpus.upsampling import (
     parse_mixture,
     read_document_list,
 )
+from megatron_anchor.terminal import escaped, say, say_json
 
 _EXAMPLE = """\
   python tools/upsample_long_documents.py corpus/all_text_document \\
@@ -64,23 +64,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if args.png:
         _draw(args.png, prefix, args.output)
-    print(json.dumps(asdict(described))) if args.json else print_list(described, args.output)
+    say_json(asdict(described)) if args.json else print_list(described, args.output)
     return 0
 
 
 def print_list(described: DocumentList, output: str) -> None:
     """The mixture and the lengths before and after."""
-    names = [share.name for share in described.before]
+    names = [escaped(share.name) for share in described.before]
     wide = max([*map(len, names), 6]) + 2
     for title, rows in (("before", described.before), ("after", described.after)):
-        print(f"{title}:")
-        print(
+        say(f"{title}:")
+        say(
             f"  {'domain':<{wide}}{'draws':>10}{'distinct':>10}{'tokens':>14}{'share':>8}"
             f"{'long':>8}{'median':>9}{'longest':>10}"
         )
         for row in rows:
-            print(_line(row, wide))
-    print(
+            say(_line(row, wide))
+    say(
         f"{output}: {described.documents} documents, {described.tokens} tokens "
         f"(long: at least {described.long_tokens} tokens)"
     )
@@ -88,7 +88,7 @@ def print_list(described: DocumentList, output: str) -> None:
 
 def _line(row: Share, wide: int) -> str:
     return (
-        f"  {row.name:<{wide}}{row.documents:>10}{row.distinct:>10}{row.tokens:>14}"
+        f"  {escaped(row.name):<{wide}}{row.documents:>10}{row.distinct:>10}{row.tokens:>14}"
         f"{row.share:>8.2%}{row.long_share:>8.1%}{row.median:>9}{row.longest:>10}"
     )
 

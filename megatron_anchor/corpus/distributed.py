@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_anchor.corpus.errors import CorpusError, RowError
+from megatron_anchor.corpus.locks import locked
 from megatron_anchor.corpus.manifest import KeyManifest, domains_path, manifest_path
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
@@ -40,10 +41,17 @@ def preprocess_on_ray(config: PreprocessConfig, *, shards: int = 0) -> Summary:
     every node sees them. A failed run keeps its finished shards for `resume`.
     """
     try:
-        import ray
+        import ray  # noqa: F401
     except ImportError as error:
         raise CorpusError("--executor ray needs `pip install ray`") from error
-    _check_outputs(config)
+    with locked(Path(f"{config.output_prefix}.shards.lock"), output=config.output_prefix):
+        _check_outputs(config)
+        return _run_all(config, shards=shards)
+
+
+def _run_all(config: PreprocessConfig, *, shards: int) -> Summary:
+    import ray
+
     began = time.monotonic()
     started = not ray.is_initialized()
     if started:
@@ -126,7 +134,7 @@ def _merge(
     manifests: list[KeyManifest] = []
     for number, key in enumerate(config.json_keys):
         parts = [summary.prefixes[number] for summary in summaries]
-        if not sum(summary.documents[number] for summary in summaries):
+        if not sum(summary.tokens[number] for summary in summaries):
             raise CorpusError(f"no document was written for {key!r} in any shard")
         merged = merge_corpora(
             parts,
@@ -147,6 +155,7 @@ def _merge(
         rejected=first.rejected,
         rejected_file=rejected_file,
         empty_documents=[manifest.empty_documents for manifest in manifests],
+        empty_kept=[manifest.empty_kept for manifest in manifests],
         text_bytes=first.text_bytes,
         processed_bytes=sum(summary.processed_bytes for summary in summaries),
         domains=[domain.name for domain in first.domains],

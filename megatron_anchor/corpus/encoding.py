@@ -35,7 +35,8 @@ class KeyOutput:
 
     `tokens` [tokens] of the corpus dtype, `lengths` int32 [sequences], `document_ends` int64
     [documents] in sequences from the chunk's start, `domains` int32 [documents] into the chunk's
-    `domain_names`, `empty` documents without any token.
+    `domain_names`. `empty` documents without any token are left out; `kept` of those that are in
+    are empty, since their rows have tokens under another key.
     """
 
     tokens: np.ndarray
@@ -43,6 +44,7 @@ class KeyOutput:
     document_ends: np.ndarray
     domains: np.ndarray
     empty: int = 0
+    kept: int = 0
 
 
 @dataclass
@@ -124,10 +126,13 @@ class ChunkEncoder:
         codes = {name: code for code, name in enumerate(names)}
         at = 0
         for document in documents:
-            code = codes[document.domain]
-            for builder, value in zip(builders, document.values, strict=True):
-                builder.add(ids[at : at + len(value)], code)
+            code, sequences = codes[document.domain], []
+            for value in document.values:
+                sequences.append([array for array in ids[at : at + len(value)] if len(array)])
                 at += len(value)
+            keep = any(sequences)  # else the corpora of the keys would no longer have equal rows
+            for builder, of_key in zip(builders, sequences, strict=True):
+                builder.add(of_key, code, keep_empty=keep)
         return [builder.finish() for builder in builders]
 
 
@@ -166,24 +171,24 @@ class _KeyBuilder:
         self._lengths: list[int] = []
         self._ends: list[int] = []
         self._domains: list[int] = []
-        self._empty = 0
+        self._empty = self._kept = 0
 
-    def add(self, sequences: Sequence[np.ndarray], domain: int) -> None:
-        """Append one document; one without tokens is only counted."""
-        parts, lengths, before = self._parts, self._lengths, len(self._lengths)
+    def add(self, sequences: Sequence[np.ndarray], domain: int, *, keep_empty: bool) -> None:
+        """Append one document; one without sequences is only counted, unless it is to be kept."""
+        parts, lengths = self._parts, self._lengths
+        if not sequences and not keep_empty:
+            self._empty += 1
+            return
         for ids in sequences:
-            if not len(ids):
-                continue
             if self._prefix is not None:
                 parts.append(self._prefix)
             parts.append(ids)
             if self._suffix is not None:
                 parts.append(self._suffix)
             lengths.append(len(ids) + self._affix)
-        if len(lengths) == before:
-            self._empty += 1
-            return
-        if self._eod is not None and parts[-1][-1] != self._known_end:
+        if not sequences:
+            self._kept += 1
+        elif self._eod is not None and parts[-1][-1] != self._known_end:
             parts.append(self._eod)
             lengths[-1] += 1
         self._ends.append(len(lengths))
@@ -200,4 +205,5 @@ class _KeyBuilder:
             document_ends=np.array(self._ends, dtype=np.int64),
             domains=np.array(self._domains, dtype=np.int32),
             empty=self._empty,
+            kept=self._kept,
         )

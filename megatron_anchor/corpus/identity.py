@@ -1,39 +1,92 @@
-"""What decides the bytes of a corpus, and what of it changed between a run and its resumption."""
+"""What decides the bytes of a corpus, and what of it changed between a run and its resumption.
+
+Every option of `tools/preprocess_data.py` is in one of the tables below, and a test holds that.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.manifest import KeyManifest
 from megatron_anchor.corpus.sources import Source
+from megatron_anchor.corpus.tokenizers import TokenizerConfig
 
 if TYPE_CHECKING:
     from megatron_anchor.corpus.preprocess import PreprocessConfig
 
-_FREE = {"input", "tokenizer", "workers", "on_error", "resume", "overwrite", "progress"}
-_FREE |= {"chunk_kb", "checkpoint_seconds", "output_prefix", "punkt_path"}
+_BY_FINGERPRINT = "in the tokenizer's fingerprint"
+_BY_SOURCES = "in the identity of every source"
+
+TEXT_OPTIONS = ("append_eod", "pretokenized", "split_sentences")
+"""What a text becomes hangs on them: also corpora that are merged must agree in them."""
+
+ROW_OPTIONS = (
+    *("json_keys", "domain_key", "hf_split", "hf_config", "max_row_mb", "shard", "domain"),
+    "input_format",
+)
+"""Which rows there are, and what they are called, hangs on them; corpora of many inputs differ."""
+
+ELSEWHERE = {
+    "input": _BY_SOURCES,
+    **{f.name: _BY_FINGERPRINT for f in fields(TokenizerConfig) if f.name != "engine"},
+    **dict.fromkeys(("keep_newlines", "lang", "punkt_path"), "in `sentences`, where there are any"),
+}
+"""Options that are in an identity by what they lead to, and not by their values."""
+
+WITHOUT_EFFECT = {
+    "output_prefix": "a name",
+    "engine": "every engine gives the ids of the tokenizer's own library",
+    "workers": "results are put in order",
+    "chunk_kb": "where chunks end is not seen in the corpus",
+    "checkpoint_seconds": "how often the state is written",
+    "on_error": "`stop` finishes only where `skip` would leave out nothing",
+    "resume": "a resumed run gives the bytes of one that was not stopped",
+    "overwrite": "what was there before does not enter",
+    "executor": "shards are merged to the bytes of one run",
+    "shards": "shards are merged to the bytes of one run",
+    "json": "how the summary is printed",
+    "progress": "what is shown meanwhile",
+    "no_progress": "what is shown meanwhile",
+}
+"""Options that cannot change a byte of a corpus, and why."""
+
+_SENTENCES = "sentences"
 _ABSENT = object()
 _SHOWN = 4  # differences named in a message
 
 
 def run_identity(
-    config: PreprocessConfig, sources: Sequence[Source], fingerprint: str
+    config: PreprocessConfig,
+    sources: Sequence[Source],
+    fingerprint: str,
+    *,
+    punkt: str | None = None,
 ) -> dict[str, Any]:
-    """Settings and inputs that a resumed run must agree in, as JSON values."""
-    settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
+    """All that a resumed run must agree in, as JSON values.
+
+    `fingerprint` is that of the tokenizer, `punkt` the digest of the sentence splitter's model.
+    """
     identity = {
-        **settings,
+        **{name: getattr(config, name) for name in (*TEXT_OPTIONS, *ROW_OPTIONS)},
         "tokenizer": fingerprint,
-        "affixes": not config.tokenizer.tokenizer_hf_no_include_special_tokens,
+        _SENTENCES: None
+        if punkt is None
+        else {"keep_newlines": config.keep_newlines, "lang": config.lang, "model": punkt},
         "sources": {source.path: source.identity for source in sources},
     }
     return json.loads(json.dumps(identity))
+
+
+def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a manifest's settings in which corpora that are merged must agree."""
+    names = (*TEXT_OPTIONS, _SENTENCES)
+    return {name: settings[name] for name in names if name in settings}
 
 
 def lasting_identity(identity: Mapping[str, Any]) -> dict[str, Any]:

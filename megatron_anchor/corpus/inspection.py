@@ -59,7 +59,8 @@ def inspect_corpus(
     if manifest is not None:
         vocab_size = manifest.vocab_size if vocab_size is None else vocab_size
         eod_id = manifest.eod_id if eod_id is None else eod_id
-    problems = verify(corpus, vocab_size=vocab_size, eod_id=eod_id)
+    empty = 0 if manifest is None else manifest.empty_kept
+    problems = verify(corpus, vocab_size=vocab_size, eod_id=eod_id, empty=empty)
     if manifest is not None:
         for what, stated, held in (
             ("documents", manifest.documents, len(corpus)),
@@ -133,16 +134,23 @@ def _safe_lengths(corpus: IndexedCorpus) -> np.ndarray:
 
 
 def verify(
-    corpus: IndexedCorpus, *, vocab_size: int | None = None, eod_id: int | None = None
+    corpus: IndexedCorpus,
+    *,
+    vocab_size: int | None = None,
+    eod_id: int | None = None,
+    empty: int = 0,
 ) -> list[str]:
-    """Every way in which `.bin` and `.idx` disagree or tokens are not what they should be."""
+    """Every way in which `.bin` and `.idx` disagree or tokens are not what they should be.
+
+    `empty` is the number of documents that may have no tokens.
+    """
     problems = index_problems(corpus)
     if problems:
         return problems  # offsets cannot be trusted: what follows would read at wrong places
     if vocab_size is not None:
         problems += _vocabulary_problems(corpus, vocab_size)
     if eod_id is not None:
-        problems += _eod_problems(corpus, eod_id)
+        problems += _eod_problems(corpus, eod_id, may_be_empty=empty)
     return problems
 
 
@@ -165,7 +173,7 @@ def _document_of(corpus: IndexedCorpus, token: int) -> int:
     return int(np.searchsorted(corpus.document_indices, sequence, side="right")) - 1
 
 
-def _eod_problems(corpus: IndexedCorpus, eod_id: int) -> list[str]:
+def _eod_problems(corpus: IndexedCorpus, eod_id: int, *, may_be_empty: int) -> list[str]:
     first, last = corpus.document_indices[:-1], corpus.document_indices[1:] - 1
     empty = last < first
     sequences = last[~empty]
@@ -173,7 +181,10 @@ def _eod_problems(corpus: IndexedCorpus, eod_id: int) -> list[str]:
     wrong = np.zeros(len(last), dtype=bool)
     if len(ends):
         wrong[~empty] = corpus.tokens[ends] != eod_id
-    return [
-        *named(f"documents that do not end with eod {eod_id}", [wrong]),
-        *named("documents without tokens", [empty]),
-    ]
+    problems = named(f"documents that do not end with eod {eod_id}", [wrong])
+    if empty.sum() != may_be_empty:
+        stated = f" (the manifest states {may_be_empty})" if may_be_empty else ""
+        problems += named(f"documents without tokens{stated}", [empty]) or [
+            f"no document is without tokens{stated}"
+        ]
+    return problems

@@ -39,15 +39,21 @@ class KeyManifest:
     """Set where every document ends with it."""
     bos_id: int | None
     tokenizer: dict[str, Any]
-    """kind, path, and fingerprint: equal fingerprints mean equal ids."""
+    """kind, path, fingerprint (equal ones mean equal ids), and engines: the packages that made the
+    ids, with their versions."""
     domains: list[DomainCount]
     rows_read: int
     rejected: dict[str, int]
     empty_documents: int
+    """Rows without tokens that were left out."""
     blank_lines: int
     text_bytes: int
     sources: list[dict[str, Any]]
     """path, bytes and rows read, in order."""
+    empty_kept: int = 0
+    """Of the documents, those without tokens: their rows have tokens under another key."""
+    passed_over: dict[str, int] = field(default_factory=dict)
+    """Files and folders in the inputs that are not read, by the reason."""
     shard: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     """What else decides the bytes; see `identity.lasting_identity`."""

@@ -1,13 +1,13 @@
 """Merging corpora: any number of `.bin/.idx` pairs, one after another, in bounded memory.
 
-dtype, key, level, eod and tokenizer fingerprint must agree; domain names are united in the order in
+dtype, key, level, eod, tokenizer fingerprint, and all settings that decide what a text becomes must
+agree; domain names are united in the order in
 which they are met, so merged shards equal the corpus of one run byte for byte.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.identity import text_settings
 from megatron_anchor.corpus.index_checks import require_sound
 from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path, idx_path, write_index
+from megatron_anchor.corpus.locks import working_folder
 from megatron_anchor.corpus.manifest import (
     DomainCount,
     KeyManifest,
@@ -31,6 +33,7 @@ from megatron_anchor.corpus.manifest import (
 from megatron_anchor.corpus.shards import is_one_run, shard_order
 
 _BLOCK = 1 << 20  # elements moved at once
+_NAMES = ("bin", "domains.npy", "manifest.json", "idx")
 
 
 @dataclass(frozen=True)
@@ -59,42 +62,43 @@ def merge_corpora(
     out = Path(output_prefix)
     if any(Path(prefix).resolve() == out.resolve() for prefix in prefixes):
         raise CorpusError(f"{out} is both an input and the output; choose another output prefix")
-    finals = [bin_path(out), domains_path(out), manifest_path(out), idx_path(out)]
-    existing = [path for path in finals if path.exists()]
-    if existing and not overwrite:
-        raise CorpusError(f"{existing[0]} exists; choose another output prefix or --overwrite")
     parts = [_open(prefix) for prefix in prefixes]
     _check_fit(parts)
     order = shard_order(
         [(part.prefix, part.manifest) for part in parts], allow_missing=allow_missing_shards
     )
     parts = [parts[place] for place in order]
+    with working_folder(Path(f"{out}.merging"), output=out) as folder:
+        finals = [bin_path(out), domains_path(out), manifest_path(out), idx_path(out)]
+        existing = [path for path in finals if path.exists()]
+        if existing and not overwrite:
+            raise CorpusError(f"{existing[0]} exists; choose another output prefix or --overwrite")
+        try:
+            manifest = _write(parts, folder, progress=progress)
+            for path in existing:
+                path.unlink()
+            for name, final in zip(_NAMES, finals, strict=True):
+                if (folder / name).exists():
+                    os.replace(folder / name, final)
+        except OSError as error:
+            raise CorpusError(f"{folder} cannot be written: {error.strerror}") from error
+    return manifest
+
+
+def _write(parts: Sequence[_Part], folder: Path, *, progress: bool) -> KeyManifest | None:
+    """All files of the merged corpus, in the folder."""
     names = _domain_names(parts)
-    folder = Path(f"{out}.merging")
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True)
-        _write_streams(parts, folder, names, progress=progress)
-        manifest = _merged_manifest(parts, names)
-        dtype = parts[0].corpus.dtype
-        write_index(
-            folder / "idx",
-            dtype=dtype,
-            lengths_file=folder / "lengths",
-            document_ends_file=folder / "ends",
-        )
-        if manifest is not None:
-            write_domains(folder / "domains.npy", folder / "domains")
-            manifest.write(folder / "manifest.json")
-        for path in existing:
-            path.unlink()
-        for name, final in zip(("bin", "domains.npy", "manifest.json", "idx"), finals, strict=True):
-            if (folder / name).exists():
-                os.replace(folder / name, final)
-    except OSError as error:
-        raise CorpusError(f"{folder} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    _write_streams(parts, folder, names, progress=progress)
+    manifest = _merged_manifest(parts, names)
+    write_index(
+        folder / "idx",
+        dtype=parts[0].corpus.dtype,
+        lengths_file=folder / "lengths",
+        document_ends_file=folder / "ends",
+    )
+    if manifest is not None:
+        write_domains(folder / "domains.npy", folder / "domains")
+        manifest.write(folder / "manifest.json")
     return manifest
 
 
@@ -118,23 +122,23 @@ def _check_fit(parts: Sequence[_Part]) -> None:
                 "manifests away"
             )
         if a is not None and b is not None:
-            pairs += [
-                (name, getattr(a, name), getattr(b, name))
-                for name in ("key", "level", "vocab_size", "eod_id")
-            ]
-            pairs.append(
-                (
-                    "tokenizer fingerprint",
-                    a.tokenizer.get("fingerprint"),
-                    b.tokenizer.get("fingerprint"),
-                )
-            )
+            pairs += _manifest_pairs(a, b)
         for what, left, right in pairs:
             if left != right:
                 raise CorpusError(
                     f"{first.prefix} has {what} {left}, {part.prefix} has {right}: corpora can be "
                     "merged only where it agrees"
                 )
+
+
+def _manifest_pairs(a: KeyManifest, b: KeyManifest) -> list[tuple[str, Any, Any]]:
+    """What must agree, with both values."""
+    names = ("key", "level", "vocab_size", "eod_id", "bos_id")
+    pairs = [(name, getattr(a, name), getattr(b, name)) for name in names]
+    left, right = a.tokenizer.get("fingerprint"), b.tokenizer.get("fingerprint")
+    pairs.append(("tokenizer fingerprint", left, right))
+    ours, theirs = text_settings(a.settings), text_settings(b.settings)
+    return pairs + [(name, ours[name], theirs[name]) for name in ours if name in theirs]
 
 
 def _domain_names(parts: Sequence[_Part]) -> list[str]:
@@ -188,6 +192,7 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
         return None
     counts = {name: DomainCount(name, 0, 0) for name in names}
     rejected: dict[str, int] = {}
+    passed_over: dict[str, int] = {}
     sources: dict[tuple[str, int], dict] = {}
     for manifest in found:
         for domain in manifest.domains:
@@ -195,11 +200,14 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
             counts[domain.name].tokens += domain.tokens
         for kind, number in manifest.rejected.items():
             rejected[kind] = rejected.get(kind, 0) + number
+        for why, number in manifest.passed_over.items():
+            passed_over[why] = passed_over.get(why, 0) + number
         for source in manifest.sources:
             held = sources.setdefault((source["path"], source["bytes"]), {**source, "rows": 0})
             held["rows"] += source["rows"]
 
     whole = is_one_run([(part.prefix, part.manifest) for part in parts])
+    engines = {name for manifest in found for name in manifest.tokenizer.get("engines", ())}
 
     def total(name: str) -> int:
         return sum(getattr(manifest, name) for manifest in found)
@@ -211,11 +219,14 @@ def _merged_manifest(parts: Sequence[_Part], names: Sequence[str]) -> KeyManifes
         tokens=total("tokens"),
         rows_read=total("rows_read"),
         empty_documents=total("empty_documents"),
+        empty_kept=total("empty_kept"),
         blank_lines=total("blank_lines"),
         text_bytes=total("text_bytes"),
         rejected=dict(sorted(rejected.items())),
         domains=list(counts.values()),
         sources=list(sources.values()),
+        passed_over=found[0].passed_over if whole else dict(sorted(passed_over.items())),
         shard=None,
-        settings=found[0].settings if whole else {},
+        settings=found[0].settings if whole else text_settings(found[0].settings),
+        tokenizer={**found[0].tokenizer, "engines": sorted(engines)},
     )

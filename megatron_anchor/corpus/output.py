@@ -7,7 +7,7 @@ on, so its result is the same bytes as that of an uninterrupted run.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import shutil
@@ -23,10 +23,10 @@ from megatron_anchor.corpus.encoding import EncodedChunk, KeyOutput
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.identity import require_same
 from megatron_anchor.corpus.indexed import write_index
+from megatron_anchor.corpus.locks import Lock, empty
 from megatron_anchor.corpus.manifest import DomainCount, KeyManifest, write_domains
 
 _MOST_DOMAINS = 10_000
-_LOCK_SECONDS = 5.0
 _STREAMS = ("bin", "lengths", "ends", "domains")
 
 
@@ -45,7 +45,9 @@ class Progress:
     rejected: dict[str, int] = field(default_factory=dict)
     """Rows by kind of reason."""
     empty: list[int] = field(default_factory=list)
-    """Documents without tokens, by key."""
+    """Documents without tokens that were left out, by key."""
+    kept: list[int] = field(default_factory=list)
+    """Documents without tokens that were written, by key."""
     sequences: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -55,6 +57,8 @@ class Progress:
     domain_tokens: list[list[int]] = field(default_factory=list)
     source_rows: dict[str, int] = field(default_factory=dict)
     """Rows read of a source, by its number."""
+    engines: list[str] = field(default_factory=list)
+    """`NAME VERSION` of every package that made ids."""
     complete: bool = False
 
     @classmethod
@@ -68,9 +72,10 @@ class Progress:
             ]
             raise _lost(path, f"its {wrong[0]!r} is not what a checkpoint has")
         progress = cls(**value)
-        counts = (progress.empty, progress.sequences, progress.documents, progress.tokens)
-        by_domain = (progress.domain_documents, progress.domain_tokens)
-        if {len(held) for held in (*counts, *by_domain)} != {keys}:
+        by_key: list[Sequence[Any]] = [progress.empty, progress.kept, progress.sequences]
+        by_key += [progress.documents, progress.tokens]
+        by_key += [progress.domain_documents, progress.domain_tokens]
+        if {len(held) for held in by_key} != {keys}:
             raise _lost(path, f"it does not count for {keys} keys")
         return progress
 
@@ -108,6 +113,7 @@ class CorpusOutput:
         self._every = checkpoint_seconds
         self._last = time.monotonic()
         self._files: dict[str, BinaryIO] = {}
+        self.progress = Progress()
         self.already_finished = False
         self._open(resume=resume, overwrite=overwrite)
 
@@ -134,30 +140,38 @@ class CorpusOutput:
         return finals
 
     def _open(self, *, resume: bool, overwrite: bool) -> None:
+        self._lock: Lock | None = Lock(self.folder / "lock", output=self.folder)
+        try:
+            self._refuse_what_is_there(resume=resume, overwrite=overwrite)
+            if not self.already_finished:
+                self._begin(resume=resume, overwrite=overwrite)
+        except BaseException:
+            self.close()
+            raise
+        if self.already_finished:
+            self.close()
+
+    def _refuse_what_is_there(self, *, resume: bool, overwrite: bool) -> None:
+        """Refuse to go on from an unfinished run, or to replace a finished one, unasked."""
+        unfinished = any(path.name != "lock" for path in self.folder.iterdir())
         existing = [path for path in self._finals().values() if path.exists()]
-        state = self.folder / "state.json"
-        self.progress = Progress()
-        if self.folder.exists() and not (resume or overwrite):
+        if unfinished and not (resume or overwrite):
             raise CorpusError(
                 f"{self.folder} holds what an unfinished run left; add --resume to go on from "
                 "there, or --overwrite to begin anew"
             )
-        if existing and not overwrite and not (resume and state.exists()):
-            if resume and not self.folder.exists():
-                self.already_finished = True
-                return
+        if not existing or overwrite or (resume and (self.folder / "state.json").exists()):
+            return
+        self.already_finished = resume and not unfinished
+        if not self.already_finished:
             raise CorpusError(
                 f"{existing[0]} exists; choose another --output-prefix or --overwrite"
             )
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CorpusError(f"{self.folder} cannot be made: {error.strerror}") from error
-        self._lock()
+
+    def _begin(self, *, resume: bool, overwrite: bool) -> None:
         if overwrite and not resume:
-            for path in self.folder.iterdir():
-                if path.name != "lock":
-                    path.unlink()
+            empty(self.folder)
+        state = self.folder / "state.json"
         if state.exists():
             require_same(self._read_json("run.json"), self.identity)
             self.progress = Progress.restored(
@@ -166,6 +180,7 @@ class CorpusOutput:
         else:
             count = len(self.keys)
             self.progress.empty = [0] * count
+            self.progress.kept = [0] * count
             self.progress.sequences = [0] * count
             self.progress.documents = [0] * count
             self.progress.tokens = [0] * count
@@ -176,21 +191,6 @@ class CorpusOutput:
         if not self.progress.complete:
             self._open_streams()
             self.checkpoint()
-
-    def _lock(self) -> None:
-        """Keep other runs out; one that was killed just now gets a moment to let go."""
-        self._lock_file = open(self.folder / "lock", "w")  # noqa: SIM115 - held until close
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise CorpusError(
-                        f"another run is writing {self.folder}; wait for it to end"
-                    ) from error
-                time.sleep(0.1)
 
     def _open_streams(self) -> None:
         names = [f"{i}.{ending}" for i in range(len(self.keys)) for ending in _STREAMS]
@@ -231,6 +231,7 @@ class CorpusOutput:
     def _append_key(self, number: int, output: KeyOutput, ids: np.ndarray) -> None:
         state = self.progress
         state.empty[number] += output.empty
+        state.kept[number] += output.kept
         if not len(output.document_ends):
             return
         domains = ids[output.domains]
@@ -238,8 +239,8 @@ class CorpusOutput:
         self._write(f"{number}.lengths", output.lengths.data)
         self._write(f"{number}.ends", (output.document_ends + state.sequences[number]).data)
         self._write(f"{number}.domains", domains.data)
-        starts = np.concatenate(([0], output.document_ends[:-1]))
-        sizes = np.add.reduceat(output.lengths.astype(np.int64), starts)
+        ends = np.concatenate(([0], np.cumsum(output.lengths, dtype=np.int64)))
+        sizes = np.diff(ends[output.document_ends], prepend=0)
         documents, tokens = state.domain_documents[number], state.domain_tokens[number]
         for id_ in np.unique(domains).tolist():
             chosen = domains == id_
@@ -330,8 +331,7 @@ class CorpusOutput:
                 final.unlink(missing_ok=True)
             if part.exists():
                 os.replace(part, final)
-        self.close()
-        shutil.rmtree(self.folder)
+        self._remove_folder()
         return manifests
 
     def _build(self, number: int, entry: KeyManifest) -> None:
@@ -357,6 +357,7 @@ class CorpusOutput:
             rows_read=state.rows_read,
             rejected=dict(sorted(state.rejected.items())),
             empty_documents=state.empty[number],
+            empty_kept=state.kept[number],
             blank_lines=state.blank_lines,
             text_bytes=state.text_bytes,
             domains=[
@@ -373,19 +374,37 @@ class CorpusOutput:
 
     def discard(self) -> None:
         """Leave nothing but the list of rejected rows: there is nothing to go on from."""
-        self.close()
         rejected = self.folder / "rejected"
         if rejected.exists() and rejected.stat().st_size:
             os.replace(rejected, self.rejected_path)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove_folder()
 
     def close(self) -> None:
-        """Close all files; the folder stays for --resume."""
+        """Close all files; the folder stays for --resume, if there is anything in it."""
+        self._close_files()
+        if self._lock is None:
+            return
+        with contextlib.suppress(OSError):
+            if [path.name for path in self.folder.iterdir()] == ["lock"]:
+                self._remove_folder()
+                return
+        self._release()
+
+    def _remove_folder(self) -> None:
+        """Remove it while no other run can take it."""
+        self._close_files()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._release()
+
+    def _close_files(self) -> None:
         for stream in self._files.values():
             stream.close()
         self._files.clear()
-        if hasattr(self, "_lock_file"):
-            self._lock_file.close()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def _lost(path: Path, why: str) -> CorpusError:

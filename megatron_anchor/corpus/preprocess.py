@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from megatron_anchor.corpus.encoding import EncodeConfig
 from megatron_anchor.corpus.errors import CorpusError, RowError
+from megatron_anchor.corpus.folders import counted, described
 from megatron_anchor.corpus.identity import (
     lasting_identity,
     require_finished_same,
@@ -24,8 +25,9 @@ from megatron_anchor.corpus.output import CorpusOutput, Progress
 from megatron_anchor.corpus.pool import make_pool
 from megatron_anchor.corpus.readers import Chunk, ReadOptions, read_span
 from megatron_anchor.corpus.rows import RowOptions, parse_chunk
-from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter
+from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter, model_digest
 from megatron_anchor.corpus.sources import (
+    Inputs,
     Source,
     Span,
     count_lines_before,
@@ -121,6 +123,7 @@ class Summary:
     rejected: dict[str, int]
     rejected_file: str | None
     empty_documents: list[int]
+    empty_kept: list[int]
     text_bytes: int
     processed_bytes: int
     """Of `text_bytes`, what this run did; less where it went on from an earlier one."""
@@ -140,7 +143,13 @@ def preprocess(config: PreprocessConfig) -> Summary:
     finished stays in `OUTPUT_PREFIX.partial` for `resume`.
     """
     began = time.monotonic()
-    sources = resolve(config.input, domains=config.domain, input_format=config.input_format)
+    inputs = resolve(
+        config.input,
+        domains=config.domain,
+        input_format=config.input_format,
+        hf_split=config.hf_split,
+    )
+    sources = inputs.sources
     tokenizer = load_tokenizer(config.tokenizer)
     if config.append_eod and tokenizer.eod_id is None:
         raise CorpusError(
@@ -149,7 +158,12 @@ def preprocess(config: PreprocessConfig) -> Summary:
         )
     splitter = _splitter(config)
     spans = _plan(config, sources)
-    identity = run_identity(config, sources, tokenizer.fingerprint())
+    identity = run_identity(
+        config,
+        sources,
+        tokenizer.fingerprint(),
+        punkt=model_digest(splitter) if splitter else None,
+    )
     output = CorpusOutput(
         config.output_prefix,
         keys=config.json_keys,
@@ -163,7 +177,7 @@ def preprocess(config: PreprocessConfig) -> Summary:
     if output.already_finished:
         return _finished_before(config, output, identity)
     try:
-        return _process(config, output, tokenizer, sources, spans, splitter, began=began)
+        return _process(config, output, tokenizer, inputs, spans, splitter, began=began)
     except BaseException:
         if not output.progress.rows_read:
             output.discard()  # the next run needs neither --resume nor --overwrite
@@ -176,12 +190,13 @@ def _process(
     config: PreprocessConfig,
     output: CorpusOutput,
     tokenizer: Tokenizer,
-    sources: list[Source],
+    inputs: Inputs,
     spans: list[Span],
     splitter: SplitterConfig | None,
     *,
     began: float,
 ) -> Summary:
+    sources = inputs.sources
     workers = config.workers or len(os.sched_getaffinity(0))
     recipe, note = _engine(config, tokenizer, sources, spans, workers=workers)
     encode = EncodeConfig(
@@ -196,13 +211,15 @@ def _process(
     )
     ready, bytes_before = time.monotonic(), output.progress.text_bytes
     if not output.progress.complete:
+        if not config.pretokenized:
+            output.progress.engines = sorted({*output.progress.engines, *recipe.versions})
         ready = _run(config, output, sources, spans, encode, workers=workers)
         _check_not_empty(config, output)
-    manifests = output.finish(_manifest_fields(config, tokenizer, sources, output))
+    manifests = output.finish(_manifest_fields(config, tokenizer, inputs, output))
     return _summary(
         output,
         manifests,
-        notes=[note, *tokenizer.notes, *config.notes],
+        notes=[*described(inputs.passed_over), note, *tokenizer.notes, *config.notes],
         engine=recipe.name,
         began=began,
         ready=ready,
@@ -376,8 +393,8 @@ def _span_bytes(sources: list[Source], span: Span) -> int:
 def _check_not_empty(config: PreprocessConfig, output: CorpusOutput) -> None:
     if config.shard is not None:
         return  # a job array may have more shards than rows; merging copes
-    for key, documents in zip(output.keys, output.progress.documents, strict=True):
-        if not documents:
+    for key, tokens in zip(output.keys, output.progress.tokens, strict=True):
+        if not tokens:
             state = output.progress
             output.discard()
             listed = f", listed in {output.rejected_path}" if state.rejected else ""
@@ -391,7 +408,7 @@ def _check_not_empty(config: PreprocessConfig, output: CorpusOutput) -> None:
 def _manifest_fields(
     config: PreprocessConfig,
     tokenizer: Tokenizer,
-    sources: list[Source],
+    inputs: Inputs,
     output: CorpusOutput,
 ) -> dict[str, Any]:
     rows = output.progress.source_rows
@@ -403,12 +420,14 @@ def _manifest_fields(
             "kind": tokenizer.kind,
             "path": tokenizer.path,
             "fingerprint": tokenizer.fingerprint(),
+            "engines": output.progress.engines,
         },
         "sources": [
             {"path": source.path, "bytes": source.size, "rows": rows[str(number)]}
-            for number, source in enumerate(sources)
+            for number, source in enumerate(inputs.sources)
             if str(number) in rows
         ],
+        "passed_over": counted(inputs.passed_over),
         "shard": config.shard,
         "settings": lasting_identity(output.identity),
     }
@@ -433,6 +452,7 @@ def _summary(
         rejected=first.rejected,
         rejected_file=str(output.rejected_path) if first.rejected else None,
         empty_documents=[manifest.empty_documents for manifest in manifests],
+        empty_kept=[manifest.empty_kept for manifest in manifests],
         text_bytes=first.text_bytes,
         processed_bytes=first.text_bytes - bytes_before,
         domains=[domain.name for domain in first.domains],

@@ -265,34 +265,36 @@ def _read_table(
     source: Source, span: Span, options: ReadOptions, place: _Place, make: _ChunkMaker
 ) -> Iterator[Chunk]:
     """Parquet files and saved datasets; offsets are rows."""
-    from megatron_anchor.corpus import tables
+    from megatron_anchor.corpus import table_parts, tables
 
     table = tables.open_table(source, options)
     row = place.row or span.start
     stop = table.rows if span.end is None else span.end
     bytes_a_row = source.size / max(table.rows, 1)
-    step = max(1, int(options.chunk_bytes / max(table.bytes_a_row, 1)))
+    most, longest = options.chunk_bytes, options.max_row_bytes
+    step = max(1, int(most / max(table.bytes_a_row, 1)))
+    flaw: tuple[str, str, bytes | None] | None = None
     try:
-        for batch in table.batches(row, stop, step):
-            end = row + batch.num_rows
+        for part in table_parts.parts(table.batches(row, stop, step), most=most, longest=longest):
+            detail = f"{part.too_long} bytes, over --max-row-mb {longest >> 20}"
             yield make(
-                "table",
-                batch,
+                "none" if part.table is None else "table",
+                part.table,
                 row=row,
-                next_row=end,
-                next_offset=end,
-                bytes_read=int(batch.num_rows * bytes_a_row),
+                next_row=row + part.rows,
+                next_offset=row + part.rows,
+                bytes_read=int(part.rows * bytes_a_row),
+                rejected=("row too long", detail, None) if part.table is None else None,
             )
-            row = end
+            row += part.rows
+    except table_parts.GrowsTooFarError as error:
+        flaw = ("file grows too far", f"{error}; its later rows are left out", None)
     except tables.DAMAGE as error:
+        flaw = ("file damaged", f"{error}; later rows are lost", None)
+    if flaw:
+        end = row + 1
         yield make(
-            "none",
-            None,
-            row=row,
-            next_row=row + 1,
-            next_offset=row + 1,
-            bytes_read=0,
-            rejected=("file damaged", f"{error}; later rows are lost", None),
+            "none", None, row=row, next_row=end, next_offset=end, bytes_read=0, rejected=flaw
         )
 
 
@@ -302,17 +304,32 @@ def _read_hub(
     del span
     from megatron_anchor.corpus import tables
 
-    row, objects, size = place.row, [], 0
-    for item in tables.stream_hub(source.path, options, skip=place.row):
-        objects.append(item)
-        size += sum(len(value) for value in item.values() if isinstance(value, str))
-        if size >= options.chunk_bytes:
+    row, longest = place.row, options.max_row_bytes
+    objects: list[dict[str, Any]] = []
+    size = 0
+
+    def rest() -> Iterator[Chunk]:
+        if objects:
             end = row + len(objects)
             yield make("objects", objects, row=row, next_row=end, next_offset=end, bytes_read=size)
-            row, objects, size = end, [], 0
-    if objects:
-        end = row + len(objects)
-        yield make("objects", objects, row=row, next_row=end, next_offset=end, bytes_read=size)
+
+    for item in tables.stream_hub(source.path, options, skip=place.row):
+        length = sum(len(value) for value in item.values() if isinstance(value, str))
+        if objects and size + length > options.chunk_bytes:
+            yield from rest()
+            row, objects, size = row + len(objects), [], 0
+        if length > longest:
+            detail = f"{length} characters, over --max-row-mb {longest >> 20}"
+            flaw = ("row too long", detail, None)
+            end = row + 1
+            yield make(
+                "none", None, row=row, next_row=end, next_offset=end, bytes_read=0, rejected=flaw
+            )
+            row = end
+        else:
+            objects.append(item)
+            size += length
+    yield from rest()
 
 
 _READERS: dict[str, Callable[..., Iterator[Chunk]]] = {

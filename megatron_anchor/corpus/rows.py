@@ -100,6 +100,9 @@ def _values(chunk: Chunk, parsed: ParsedChunk) -> Iterator[tuple[int, bytes | No
         data: bytes = chunk.payload
         if number == 0 and data.startswith(BOM):
             data = data[len(BOM) :]
+        if data.isspace():  # many blank lines are counted at once
+            parsed.blank_lines += data.count(b"\n") + (not data.endswith(b"\n"))
+            return
         lines = data.split(b"\n")
         if not lines[-1]:
             lines.pop()

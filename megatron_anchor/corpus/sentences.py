@@ -5,6 +5,7 @@ The models are nltk's `punkt_tab` folders (plain tables; the pickles of old vers
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import tempfile
@@ -56,6 +57,18 @@ def make_splitter(config: SplitterConfig) -> Callable[[str], list[str]]:
         return [s for at in starts for s in punkt.tokenize(text[at : at + _PIECE])]
 
     return split
+
+
+def model_digest(config: SplitterConfig) -> str:
+    """Tell Punkt models apart, wherever they lie (hex)."""
+    parameters = _parameters(config)
+    parts = (
+        sorted(parameters.collocations),
+        sorted(parameters.sent_starters),
+        sorted(parameters.abbrev_types),
+        sorted(parameters.ortho_context.items()),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _parameters(config: SplitterConfig):

@@ -9,16 +9,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.file_kinds import SUFFIXES, format_of, never_documents
+from megatron_anchor.corpus.folders import (
+    UNKNOWN,
+    Contents,
+    contents_of,
+    described,
+    is_saved_dataset,
+    outside_datasets,
+)
 
-FORMATS = ("jsonl", "json", "parquet", "txt", "dataset", "hub")
-_SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".txt": "txt",
-}
-_COMPRESSED = {".gz": "gz", ".zst": "zst"}
+FORMATS = ("jsonl", "json", "parquet", "txt")
+"""Of files; folders of saved datasets and hf:// names tell themselves."""
 _DEFAULT_DOMAIN = "default"
 
 
@@ -52,22 +54,43 @@ class Span:
     end: int | None = None
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What is read, in order, and what lies beside it and is not read, with the reason."""
+
+    sources: list[Source]
+    passed_over: dict[str, str]
+
+
 def resolve(
-    inputs: Sequence[str], *, domains: Sequence[str] = (), input_format: str | None = None
-) -> list[Source]:
-    """All sources named by paths, globs and folders, in the order given (globs sorted by name)."""
+    inputs: Sequence[str],
+    *,
+    domains: Sequence[str] = (),
+    input_format: str | None = None,
+    hf_split: str = "train",
+) -> Inputs:
+    """All sources named by paths, patterns and folders, in the order given (found ones by name).
+
+    Raises:
+        CorpusError: for what is not there, holds no documents, or is named twice.
+    """
     if len(domains) not in (0, 1, len(inputs)):
         raise CorpusError(
             f"--domain has {len(domains)} names for {len(inputs)} --input arguments; give one for "
             "all, or one for each"
         )
-    sources = []
+    sources: list[Source] = []
+    passed_over: dict[str, str] = {}
     for number, text in enumerate(inputs):
         domain = domains[min(number, len(domains) - 1)] if domains else None
-        paths = [text] if text.startswith("hf://") else _expand(text)
-        sources += [_source(path, domain=domain, input_format=input_format) for path in paths]
+        found = _expand(text, hf_split=hf_split, input_format=input_format)
+        passed_over |= found.passed_over
+        sources += [
+            _source(path, domain=domain, input_format=input_format) for path in found.inputs
+        ]
     _refuse_doubled(sources)
-    return sources
+    read = {source.path for source in sources}  # by another --input, perhaps
+    return Inputs(sources, {path: why for path, why in passed_over.items() if path not in read})
 
 
 def _refuse_doubled(sources: Sequence[Source]) -> None:
@@ -83,56 +106,73 @@ def _refuse_doubled(sources: Sequence[Source]) -> None:
         seen[real] = source.path
 
 
-def _expand(text: str) -> list[str]:
+def _expand(text: str, *, hf_split: str, input_format: str | None) -> Contents:
     path = Path(text)
-    if path.is_dir() and not _is_dataset(path):
-        found = sorted(str(p) for p in path.rglob("*") if p.is_file() and _format_of(p))
-        if not found:
+    if text.startswith("hf://"):
+        return Contents([text])
+    if path.is_dir():
+        found = contents_of(path, split=hf_split)
+    elif path.exists():
+        why = never_documents(path)
+        if why is not None:
             raise CorpusError(
-                f"--input {text}: the folder holds no file of a known kind "
-                f"({', '.join(_SUFFIXES)}, also .gz and .zst) and no dataset_info.json"
+                f"--input {text} {_be(why)}, so it holds no documents; leave it out, name its "
+                "folder (which passes such files over), or rename it if it does hold some"
             )
-        return found
-    if path.exists():
-        return [text]
-    found = sorted(glob.glob(text, recursive=True))
-    if not found:
+        return Contents([text])
+    else:
+        found = _matching(text, input_format=input_format)
+    if not found.inputs:
+        kinds = f"{', '.join(SUFFIXES)}, also .gz and .zst"
+        there = "; ".join(described(found.passed_over)) or "it is empty"
         raise CorpusError(
-            f"--input {text}: no such file, and no file matches it as a pattern (a dataset of the "
-            "Hugging Face hub is written hf://owner/name)"
+            f"--input {text}: there is no file of a known kind ({kinds}) and no folder of "
+            f"Dataset.save_to_disk; {there}"
         )
-    return [name for name in found if os.path.isfile(name) or _is_dataset(Path(name))]
+    return found
+
+
+def _be(why: str) -> str:
+    return why if why.startswith(("belongs", "was")) else f"is {why}"
+
+
+def _matching(pattern: str, *, input_format: str | None) -> Contents:
+    paths = sorted(glob.glob(pattern, recursive=True))
+    if not paths:
+        raise CorpusError(
+            f"--input {pattern}: no such file, and no file matches it as a pattern (a dataset of "
+            "the Hugging Face hub is written hf://owner/name)"
+        )
+    found = outside_datasets(paths)
+    if input_format is not None:  # it tells what the names do not
+        more = [path for path, why in found.passed_over.items() if why == UNKNOWN]
+        found.inputs = sorted([*found.inputs, *more])
+        for path in more:
+            del found.passed_over[path]
+    return found
 
 
 def _source(text: str, *, domain: str | None, input_format: str | None) -> Source:
     if text.startswith("hf://"):
         return Source(text, "hub", None, 0, 0, domain)
     path = Path(text)
-    found, compression = ("dataset", None) if path.is_dir() else _format_of(path) or (None, None)
+    if is_saved_dataset(path):
+        files = [p.stat() for p in path.rglob("*")]
+        newest = max((stat.st_mtime_ns for stat in files), default=0)
+        return Source(text, "dataset", None, sum(s.st_size for s in files), newest, domain)
+    found, compression = format_of(path) or (None, None)
     chosen = input_format or found
     if chosen is None:
         raise CorpusError(
-            f"--input {text}: unknown kind of file; rename it to one of {', '.join(_SUFFIXES)} "
+            f"--input {text}: unknown kind of file; rename it to one of {', '.join(SUFFIXES)} "
             "(also .gz, .zst), or name the kind with --input-format"
         )
+    if chosen not in FORMATS:
+        raise CorpusError(f"--input-format {chosen}: expected one of {', '.join(FORMATS)}")
     if compression and chosen in ("parquet", "txt"):
         raise CorpusError(f"--input {text}: compressed .{chosen} is not supported; decompress it")
     stat = path.stat()
-    size = sum(p.stat().st_size for p in path.rglob("*")) if path.is_dir() else stat.st_size
-    return Source(text, chosen, compression, size, stat.st_mtime_ns, domain)
-
-
-def _format_of(path: Path) -> tuple[str, str | None] | None:
-    compression = _COMPRESSED.get(path.suffix.lower())
-    stem = path.with_suffix("") if compression else path
-    kind = _SUFFIXES.get(stem.suffix.lower())
-    if kind is None:
-        return None
-    return ("jsonl" if compression and kind == "json" else kind), compression
-
-
-def _is_dataset(path: Path) -> bool:
-    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    return Source(text, chosen, compression, stat.st_size, stat.st_mtime_ns, domain)
 
 
 def parse_shard(text: str | None) -> tuple[int, int]:

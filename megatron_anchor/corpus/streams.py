@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_anchor.corpus.errors import CorpusError
 
 _PIECE = 1 << 18  # compressed bytes read at once
 _MOST = 1 << 24  # bytes that one call may decompress
+_ZSTD_PIECE = 512  # compressed bytes, for the same: a block is 4 bytes or more, and gives 128 KB
+_MOST_WINDOW = 128 << 20  # bytes; the default of the library
 
 
 class DamagedError(Exception):
@@ -76,32 +80,60 @@ def _gunzip(path: str) -> Iterator[bytes]:
 
 
 def _unzstd(path: str) -> Iterator[bytes]:
+    """Frames one after another.
+
+    A block of at most 128 KB may take 4 bytes in the file, so little is given to the decompressor
+    at once, and what comes out is gathered.
+    """
+    zstandard = _zstandard(path)
+    with open(path, "rb") as stream:
+        frame, begins, data, fresh = zstandard.ZstdDecompressor().decompressobj(), 0, b"", True
+        gathered = io.BytesIO()
+        while data or (data := stream.read(_ZSTD_PIECE)):
+            try:
+                gathered.write(frame.decompress(data))
+            except zstandard.ZstdError as error:
+                yield gathered.getvalue()
+                again = zstandard.ZstdDecompressor().decompressobj()  # a state cannot be copied
+                left = stream.tell() - len(data) - begins
+                stream.seek(begins)
+                while left:
+                    left -= len(taken := stream.read(min(left, _ZSTD_PIECE)))
+                    again.decompress(taken)
+                yield from _until_damage(again.decompress, data, zstandard.ZstdError)
+                raise _damaged("zstd", error) from error
+            if gathered.tell() >= _PIECE:
+                yield gathered.getvalue()
+                gathered = io.BytesIO()
+            fresh, data = frame.eof, frame.unused_data if frame.eof else b""
+            if fresh:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+                begins = stream.tell() - len(data)
+        yield gathered.getvalue()
+        if not fresh:
+            raise DamagedError("file cut short", "zstd data ends early")
+
+
+def _zstandard(path: str) -> Any:
+    """The library, if it can read the file: a frame says how much memory it needs.
+
+    Raises:
+        CorpusError: it is not installed, or the frame asks for too much.
+    """
     try:
         import zstandard
     except ImportError as error:
         raise CorpusError(f"{path}: reading .zst needs `pip install zstandard`") from error
     with open(path, "rb") as stream:
-        frame, begins, data, fresh = zstandard.ZstdDecompressor().decompressobj(), 0, b"", True
-        while data or (data := stream.read(_PIECE >> 2)):
-            try:
-                piece = frame.decompress(data)
-            except zstandard.ZstdError as error:
-                again = zstandard.ZstdDecompressor().decompressobj()  # a state cannot be copied
-                left = stream.tell() - len(data) - begins
-                stream.seek(begins)
-                while left:
-                    left -= len(taken := stream.read(min(left, _PIECE >> 2)))
-                    again.decompress(taken)
-                yield from _until_damage(again.decompress, data, zstandard.ZstdError)
-                raise _damaged("zstd", error) from error
-            if piece:
-                yield piece
-            fresh, data = frame.eof, frame.unused_data if frame.eof else b""
-            if fresh:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-                begins = stream.tell() - len(data)
-        if not fresh:
-            raise DamagedError("file cut short", "zstd data ends early")
+        head = stream.read(64)
+    with contextlib.suppress(zstandard.ZstdError):  # damage is told where it is read
+        window = zstandard.get_frame_parameters(head).window_size
+        if window > _MOST_WINDOW:
+            raise CorpusError(
+                f"{path} was compressed with a window of {window >> 20} MB (zstd --long), of which "
+                f"{_MOST_WINDOW >> 20} MB are read; write it again with zstd --long=27 or without"
+            )
+    return zstandard
 
 
 def _until_damage(
@@ -112,6 +144,9 @@ def _until_damage(
     with contextlib.suppress(damage):
         for at in range(len(data)):
             found += decompress(data[at : at + 1])
+            if len(found) >= _MOST:
+                yield bytes(found)
+                found.clear()
     if found:
         yield bytes(found)
 

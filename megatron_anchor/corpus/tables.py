@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from megatron_anchor.corpus import hub
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.sources import Source
+from megatron_anchor.corpus.table_parts import require_text, rows_at_once
 
 if TYPE_CHECKING:
     from megatron_anchor.corpus.readers import ReadOptions
@@ -54,15 +55,17 @@ def _parquet(source: Source, options: ReadOptions) -> Table:
         starts.append(starts[-1] + meta.row_group(i).num_rows)
 
     def batches(first: int, stop: int, step: int) -> Iterator[pa.Table]:
-        groups = [i for i in range(len(starts) - 1) if starts[i + 1] > first and starts[i] < stop]
-        if not groups:
-            return
-        at = starts[groups[0]]
-        for batch in file.iter_batches(batch_size=step, row_groups=groups, columns=columns):
-            begin, end = max(first - at, 0), min(stop - at, batch.num_rows)
-            at += batch.num_rows
-            if begin < end:
-                yield pa.Table.from_batches([batch.slice(begin, end - begin)])
+        step = rows_at_once(file, source.path, columns, wanted=step)
+        for group in range(len(starts) - 1):
+            if starts[group + 1] <= first or starts[group] >= stop:
+                continue
+            require_text(file, group, columns)
+            at = starts[group]
+            for batch in file.iter_batches(batch_size=step, row_groups=[group], columns=columns):
+                begin, end = max(first - at, 0), min(stop - at, batch.num_rows)
+                at += batch.num_rows
+                if begin < end:
+                    yield pa.Table.from_batches([batch.slice(begin, end - begin)])
 
     return Table(meta.num_rows, size / max(meta.num_rows, 1), batches)
 

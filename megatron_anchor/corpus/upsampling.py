@@ -9,10 +9,8 @@ domain's tokens miss its budget by less than twice its longest document, always.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +21,9 @@ from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.id_arrays import map_ids, require_below
 from megatron_anchor.corpus.index_checks import require_sound
 from megatron_anchor.corpus.indexed import IndexedCorpus, idx_path
+from megatron_anchor.corpus.locks import locked
 from megatron_anchor.corpus.manifest import read_domains
+from megatron_anchor.whole_files import replacing, replacing_text
 
 FORMAT = "megatron_anchor document list 1"
 _STARTS = 16
@@ -80,7 +80,7 @@ def upsample(
     random = np.random.default_rng(seed)
     drawn = []
     for domain, share in enumerate(shares):
-        members = np.flatnonzero(domains == domain)
+        members = np.flatnonzero((domains == domain) & (lengths > 0))
         held = int(lengths[members].sum())
         if share == 0 or not held:
             continue
@@ -170,11 +170,34 @@ def make_document_list(
     path = Path(output)
     if path.suffix != ".npy":
         raise CorpusError(f"--output {path}: the list is a .npy file; name it {path}.npy")
-    for existing in (path, path.with_suffix(".json")):
-        if existing.exists() and not overwrite:
-            raise CorpusError(f"{existing} exists; choose another --output or --overwrite")
     if not 0 < short_weight <= 1:
         raise CorpusError(f"--short-weight {short_weight}: expected above 0 and at most 1")
+    with locked(Path(f"{path}.lock"), output=path):
+        for existing in (path, path.with_suffix(".json")):
+            if existing.exists() and not overwrite:
+                raise CorpusError(f"{existing} exists; choose another --output or --overwrite")
+        ids, described = _drawn(
+            prefix,
+            tokens=tokens,
+            long_tokens=long_tokens,
+            short_weight=short_weight,
+            mixture=mixture,
+            seed=seed,
+        )
+        _write(path, ids, described)
+    return described
+
+
+def _drawn(
+    prefix: str | Path,
+    *,
+    tokens: int | None,
+    long_tokens: int,
+    short_weight: float,
+    mixture: Mapping[str, float] | None,
+    seed: int,
+) -> tuple[np.ndarray, DocumentList]:
+    """The ids, and what is said of them."""
     corpus = IndexedCorpus.open(prefix)
     require_sound(corpus)
     lengths = corpus.document_lengths()
@@ -210,8 +233,7 @@ def make_document_list(
         before=_shares(everything, lengths, domains, names, long_tokens),
         after=_shares(ids, lengths, domains, names, long_tokens),
     )
-    _write(path, ids, described)
-    return described
+    return ids, described
 
 
 def read_document_list(path: str | Path, prefix: str | Path) -> np.ndarray:
@@ -292,21 +314,13 @@ def _shares(
 
 
 def _write(path: Path, ids: np.ndarray, described: DocumentList) -> None:
-    beside = path.with_suffix(".json")
-    temporary = [other.with_name(other.name + ".new") for other in (beside, path)]
+    header = np.lib.format.header_data_from_array_1_0(ids)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary[0].write_text(json.dumps(asdict(described), indent=1))
-        with open(temporary[1], "wb") as stream:
-            header = np.lib.format.header_data_from_array_1_0(ids)
+        with replacing(path) as stream, replacing_text(path.with_suffix(".json")) as beside:
+            beside.write(json.dumps(asdict(described), indent=1))
             np.lib.format.write_array_header_1_0(stream, header)
             stream.write(ids.data)
-        for new, final in zip(temporary, (beside, path), strict=True):
-            os.replace(new, final)
     except OSError as error:
-        for new in temporary:
-            with contextlib.suppress(OSError):
-                new.unlink()
         raise CorpusError(f"{path} cannot be written: {error.strerror}") from error
 
 

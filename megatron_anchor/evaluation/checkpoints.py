@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -13,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
-from megatron_anchor.checkpoint.torch_dist_reader import TRACKER, iteration_folder
+from megatron_anchor.checkpoint.torch_dist_reader import iteration_folder
+from megatron_anchor.compat import TRACKER
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.packing.fingerprint import fingerprint
+from megatron_anchor.terminal import logger_of
 from megatron_anchor.whole_files import replacing_text
 
 EXPORTS = "exports"
@@ -153,12 +154,12 @@ def hugging_face_folder(
     if target.is_dir():
         if note.is_file() and note.read_text() == json.dumps(made_of):
             return target
-        logging.getLogger(__name__).warning("%s has changed: exporting it anew", source)
+        logger_of(__name__).warning("%s has changed: exporting it anew", source)
         shutil.rmtree(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     done = convert_to_hugging_face(source, target, like=like, progress=progress)
     for told in done.notes:
-        logging.getLogger(__name__).info("%s: %s", source, told)
+        logger_of(__name__).info("%s: %s", source, told)
     with replacing_text(note) as stream:
         stream.write(json.dumps(made_of))
     return target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from megatron_anchor.command_line import make_parser
 from megatron_anchor.compat import quiet_imports_without_gpu
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.models import DTYPES, Placement
+from megatron_anchor.terminal import say, say_block, say_json
 
 TABLES = "results.md"
 
@@ -89,10 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return 1
     except (EvaluationError, CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        say("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
 
@@ -122,6 +122,8 @@ def _check(args: argparse.Namespace) -> None:
         for flag, value in given.items():
             if value:
                 raise EvaluationError(f"{flag}: lm-eval has its own texts; leave it out")
+        if args.first_token != "auto":
+            raise EvaluationError("--first-token: lm-eval decides that itself; leave it out")
 
 
 def _saved(args: argparse.Namespace) -> dict[str, Any]:
@@ -186,8 +188,8 @@ def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
     write_results(folder / RESULTS, results)
     told = as_markdown(results)
     (folder / TABLES).write_text(told, encoding="utf-8")
-    print(json.dumps(results) if args.json else told)
+    say_json(results) if args.json else say_block(told)
     sys.stdout.flush()
     for path in draw_all(folder, results):
         if not args.json:
-            print(path)
+            say(path)

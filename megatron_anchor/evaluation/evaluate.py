@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +21,13 @@ from megatron_anchor.evaluation.generation import Generator
 from megatron_anchor.evaluation.haystack import digest_of
 from megatron_anchor.evaluation.material import Material
 from megatron_anchor.evaluation.models import Placement, check_positions, load_model
+from megatron_anchor.evaluation.published import QA_SCORE
 from megatron_anchor.evaluation.question_files import Question
 from megatron_anchor.evaluation.records import Key, Records, key_of
 from megatron_anchor.evaluation.tasks import TASKS, Sample, check_length, make_sample
 from megatron_anchor.evaluation.tokens import PromptTokenizer
 from megatron_anchor.evaluation.word_lists import LONG_LIST
+from megatron_anchor.terminal import escaped, logger_of
 
 SAMPLES = "samples"
 """Folder under the output with one file of results for each checkpoint."""
@@ -34,7 +35,7 @@ SAMPLES = "samples"
 _CHECKED_UP_TO = 32768  # longer prompts have room for any task
 _CHECKED_SAMPLES = 10  # of a task; their least lengths differ by a few tokens
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ class Evaluation:
             "haystack": digest_of(self.essays),
             "questions": digest_of(repr(self.questions)) if self.questions else None,
             "texts": [text.digest for text in self.texts],
+            "qa_score": QA_SCORE if self.engine == "lm-eval" and "qa" in self.tasks else None,
         }
 
 
@@ -125,7 +127,7 @@ class _Ready:
             **asked.settings(),
             "model": digest_of_model(self.folder),
             "tokenizer": self.tokenizer.digest,
-            "first_token": self.tokenizer.first,
+            "first_token": None if asked.engine == "lm-eval" else self.tokenizer.first,
         }
 
     def check(self, checked: set[str]) -> None:
@@ -135,9 +137,12 @@ class _Ready:
         note = check_positions(self.folder, asked.seq_lengths, allow_longer=asked.allow_longer)
         if note:
             logger.warning(note)
-        if asked.engine == "lm-eval" or self.tokenizer.digest in checked:
+        if self.tokenizer.digest in checked:
             return
         checked.add(self.tokenizer.digest)
+        if asked.engine == "lm-eval":
+            self.tokenizer.require_same_in_transformers()
+            return
         samples = min(asked.num_samples, _CHECKED_SAMPLES)
         longer = [length for length in asked.seq_lengths if length >= LONG_LIST]
         for name in asked.tasks:
@@ -163,7 +168,7 @@ class _Ready:
             with tqdm(
                 total=len(keys) + len(self.windows),
                 initial=len(keys) - len(todo) + len(self.windows) - len(unread),
-                desc=self.checkpoint.name,
+                desc=escaped(self.checkpoint.name),
                 unit="sample",
                 disable=not self.asked.progress,
             ) as bar:

@@ -24,7 +24,7 @@ class Generator:
         own = getattr(model, "generation_config", None)
         ends = getattr(own, "eos_token_id", None)
         if ends is None:
-            ends = tokenizer.library.eos_token_id
+            ends = tokenizer.eos_id
         model.generation_config = GenerationConfig(
             do_sample=False, num_beams=1, eos_token_id=ends, pad_token_id=tokenizer.pad_id
         )

@@ -1,4 +1,4 @@
-"""RULER by lm-evaluation-harness: its own tasks, prompts and scores.
+"""RULER by lm-evaluation-harness: its own tasks and prompts, and its scores but for `qa`.
 
 Its tasks make their prompts themselves. Those with essays or questions download these, which needs
 a network; `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `vt` and `fwe` do not.
@@ -6,14 +6,17 @@ a network; `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `vt` and `fwe`
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_anchor.checkpoint.model_folder import own_code
+from megatron_anchor.checkpoint.pretrained import check_weights
+from megatron_anchor.evaluation import scoring
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.models import Placement
+from megatron_anchor.terminal import logger_of
 
 INSTALL = 'pip install "lm-eval[ruler]"'
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -57,6 +60,7 @@ class HarnessJob:
             "tokenizer": str(self.tokenizer),
             "dtype": self.placement.dtype,
             "attn_implementation": self.placement.attention,
+            "trust_remote_code": False,
             "max_length": max(self.lengths),
             "batch_size": self.batch_size,
             "device": self.placement.device,
@@ -115,12 +119,29 @@ def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
         raise EvaluationError(f"--engine lm-eval: {error}; {INSTALL}") from error
 
 
+def check_code(job: HarnessJob) -> None:
+    """Check that no folder asks for code of its own: the harness' RULER tasks would run it.
+
+    Raises:
+        EvaluationError: naming the file.
+    """
+    for folder in (job.tokenizer, job.folder):
+        if name := own_code(folder):
+            raise EvaluationError(
+                f"{folder / name} has an auto_map: lm-eval's RULER tasks would run the folder's "
+                "own Python code; remove it from a copy, or use --engine hf, which never runs it"
+            )
+
+
 def load_harness_model(job: HarnessJob) -> Any:
     """Load the model as the harness does.
 
     Raises:
-        EvaluationError: if it does not load.
+        EvaluationError: if it does not load, or lm-eval would run code of its folder.
+        CheckpointError: if its weights are damaged or hold code.
     """
+    check_code(job)
+    check_weights(job.folder)
     from lm_eval.models.huggingface import HFLM
 
     try:
@@ -140,7 +161,7 @@ def run_harness(model: Any, job: HarnessJob, task: str) -> Iterator[dict[str, An
     try:
         results = simple_evaluate(model=model, **job.task_arguments(task))
     except Exception as error:  # of the harness, of datasets, of urllib ...
-        logging.getLogger(__name__).debug("lm-eval", exc_info=True)
+        logger_of(__name__).debug("lm-eval", exc_info=True)
         hint = " (it downloads its texts, which needs a network)" if task in DOWNLOADS else ""
         raise EvaluationError(
             f"lm-eval's task {task} failed{hint}: {type(error).__name__}: {error}"
@@ -148,13 +169,18 @@ def run_harness(model: Any, job: HarnessJob, task: str) -> Iterator[dict[str, An
     assert results is not None
     for found in results["samples"][task]:
         length = int(found["doc"]["max_length"])
+        answers, answer = list(found["doc"]["outputs"]), str(found["filtered_resps"][0])
+        theirs = float(found[str(length)])
+        # its part match divides by the number of references, where RULER takes the best of them
+        is_question = task.startswith("ruler_qa_")
         yield {
             "kind": "sample",
             "task": task,
             "length": length,
             "index": int(found["doc_id"]) % PROMPTS,
             "depth": None,
-            "answers": list(found["doc"]["outputs"]),
-            "prediction": str(found["filtered_resps"][0]),
-            "score": float(found[str(length)]),
+            "answers": answers,
+            "prediction": answer,
+            "score": scoring.any_found(answer, answers) if is_question else theirs,
+            "harness_score": theirs,
         }

@@ -85,25 +85,17 @@ def load_model(folder: Path, placement: Placement) -> Any:
     """Load a causal language model; `placement` is a resolved one.
 
     Raises:
-        EvaluationError: if it does not load.
+        CheckpointError: if it does not load.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from megatron_anchor.checkpoint.pretrained import load_causal_model
+
     logging.disable_progress_bar()  # of the weights; ours counts samples
-    model: Any
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype=getattr(torch, placement.dtype),
-            attn_implementation=placement.attention,
-            local_files_only=True,
-        )
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-        raise EvaluationError(f"{folder} does not load as a causal model: {error}") from error
-    except Exception as error:
-        if type(error).__module__.startswith("safetensors"):
-            raise EvaluationError(f"{folder}: its weights are damaged: {error}") from error
-        raise
-    return model.to(placement.device).eval()
+    model = load_causal_model(
+        folder,
+        dtype=getattr(torch, placement.dtype),
+        attn_implementation=placement.attention,
+    )
+    return model.to(placement.device)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.evaluation.published import mean_name
 from megatron_anchor.evaluation.report import lengths_of, short_length
-from megatron_anchor.evaluation.summary import MEAN, Group
+from megatron_anchor.evaluation.summary import Group
 
 HEAT_MAP, DEPTHS, CURVES, PERPLEXITY = "heatmap.png", "depths.png", "curves.png", "perplexity.png"
 
@@ -59,7 +60,11 @@ def draw_heat_maps(path: Path, groups: Mapping[str, Group]) -> None:
         label: _grid([*(group["scores"].get(t, {}) for t in tasks), group["mean"]], lengths)
         for label, group in groups.items()
     }
-    _draw_grids(path, grids, [*tasks, MEAN], lengths, "score, %")
+    _draw_grids(path, grids, [*tasks, _mean_of(groups)], lengths, "score, %")
+
+
+def _mean_of(groups: Mapping[str, Group]) -> str:
+    return mean_name(*(len(group["scores"]) for group in groups.values()))
 
 
 def draw_depths(path: Path, groups: Mapping[str, Group]) -> None:
@@ -130,16 +135,17 @@ def _draw_grid(
 def draw_curves(path: Path, groups: Mapping[str, Group]) -> None:
     """Write a PNG: score against length, all groups on the same axes; bands: least to largest."""
     tasks = list(dict.fromkeys(name for group in groups.values() for name in group["scores"]))
-    names = [MEAN, *tasks] if len(tasks) > 1 else tasks
+    mean = _mean_of(groups)
+    names = [mean, *tasks] if len(tasks) > 1 else tasks
     columns = min(4, len(names))
     rows = math.ceil(len(names) / columns)
     figure = _figure(1.0 + 3.1 * columns, 0.7 + 2.5 * rows)
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True, sharex=True).ravel()
     for panel, name in zip(panels, names, strict=False):
         for number, (label, group) in enumerate(groups.items()):
-            cells = group["mean"] if name == MEAN else group["scores"].get(name, {})
+            cells = group["mean"] if name == mean else group["scores"].get(name, {})
             _draw_curve(panel, cells, label, f"C{number}")
-        panel.set_title(name, fontsize=10, fontweight="bold" if name == MEAN else "normal")
+        panel.set_title(name, fontsize=10, fontweight="bold" if name == mean else "normal")
         panel.set_ylim(-4, 104)
         panel.grid(alpha=0.3)
     lengths = sorted({n for group in groups.values() for n in lengths_of(group)})
@@ -198,7 +204,7 @@ def draw_perplexity(path: Path, groups: Mapping[str, Group]) -> None:
         _length_axis(right, lengths)
     else:
         right.text(0.5, 0.5, "no tasks were run", transform=right.transAxes, ha="center")
-    right.set(xlabel="length (tokens)", ylabel=f"score, % ({MEAN})", ylim=(-4, 104))
+    right.set(xlabel="length (tokens)", ylabel=f"score, % ({_mean_of(groups)})", ylim=(-4, 104))
     for panel in (left, right):
         panel.grid(alpha=0.3)
     left.legend(frameon=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.terminal import logger_of
 from megatron_anchor.whole_files import replacing
 
 Key = tuple[Any, ...]
@@ -92,7 +92,7 @@ class Records:
         content = self._stream.read()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
-            logging.getLogger(__name__).warning(
+            logger_of(__name__).warning(
                 "%s: the last line is torn, as by a crash; that result is made again", self.path
             )
             self._stream.truncate(len(whole))

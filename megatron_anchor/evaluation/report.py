@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_anchor.evaluation.summary import MEAN, Group, differences
+from megatron_anchor.evaluation.published import mean_name
+from megatron_anchor.evaluation.summary import Group, differences
+from megatron_anchor.terminal import escaped
 
 PERPLEXITY_WORDS = """\
 Perplexity is shown beside the scores because it misleads: most tokens are foretold well from the
@@ -23,7 +25,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     parts += [_depths(label, group) for label, group in groups.items() if group["depths"]]
     if any(group["perplexity"] for group in groups.values()):
         parts.append(_perplexity(groups))
-    parts += [f"Note: {note}." for note in differences(results)]
+    parts += [f"Note: {escaped(note)}." for note in differences(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -42,9 +44,9 @@ def _scores(label: str, group: Group) -> str:
     several = len(group["checkpoints"]) > 1
     rows = [
         [name, *(cell_text(row.get(str(n)), several=several) for n in lengths)]
-        for name, row in {**group["scores"], MEAN: group["mean"]}.items()
+        for name, row in {**group["scores"], mean_name(len(group["scores"])): group["mean"]}.items()
     ]
-    told = ", ".join(group["checkpoints"])
+    label, told = escaped(label), escaped(", ".join(group["checkpoints"]))
     first = next(iter(next(iter(group["scores"].values())).values()))
     if several:
         spread = (
@@ -54,7 +56,8 @@ def _scores(label: str, group: Group) -> str:
     else:
         spread = "one checkpoint; behind +-, the standard error over its samples"
     head = f"### {label}\n\nScores in percent, {first['samples']} samples each; {spread}: {told}."
-    return f"{head}\n\n{table(['task', *map(short_length, lengths)], rows)}"
+    notes = " ".join([group["mean_note"], *group["score_notes"]])
+    return f"{head}\n\n{table(['task', *map(short_length, lengths)], rows)}\n\n{notes}"
 
 
 def cell_text(cell: Mapping[str, Any] | None, *, several: bool) -> str:
@@ -73,11 +76,11 @@ def _side_by_side(groups: Mapping[str, Group]) -> str:
     lengths = sorted({n for group in groups.values() for n in lengths_of(group)})
     names = list(dict.fromkeys(name for group in groups.values() for name in group["scores"]))
     shared = [n for n in names if all(n in group["scores"] for group in groups.values())]
-    rows = []
-    for name in [*names, MEAN] if len(shared) == len(names) else names:
+    mean, rows = mean_name(len(names)), []
+    for name in [*names, mean] if len(shared) == len(names) else names:
         for length in lengths:
             cells = [
-                (group["mean"] if name == MEAN else group["scores"].get(name, {})).get(str(length))
+                (group["mean"] if name == mean else group["scores"].get(name, {})).get(str(length))
                 for group in groups.values()
             ]
             means = [None if cell is None else cell["mean"] for cell in cells]
@@ -90,7 +93,7 @@ def _side_by_side(groups: Mapping[str, Group]) -> str:
     if not rows:
         return ""
     head = ["task", "length", *labels, *(f"{label} - {labels[0]}" for label in labels[1:])]
-    return f"### {' against '.join(labels)}\n\n{table(head, rows)}"
+    return f"### {escaped(' against '.join(labels))}\n\n{table(head, rows)}"
 
 
 def _depths(label: str, group: Group) -> str:
@@ -99,9 +102,8 @@ def _depths(label: str, group: Group) -> str:
         [f"{depth} %", *(f"{row[str(n)]['mean']:.1f}" for n in lengths)]
         for depth, row in group["depths"].items()
     ]
-    return (
-        f"### {label}: depth of the needle\n\n{table(['depth', *map(short_length, lengths)], rows)}"
-    )
+    head = ["depth", *map(short_length, lengths)]
+    return f"### {escaped(label)}: depth of the needle\n\n{table(head, rows)}"
 
 
 def _perplexity(groups: Mapping[str, Group]) -> str:
@@ -123,6 +125,7 @@ def _perplexity(groups: Mapping[str, Group]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with columns of even width."""
+    head, rows = list(map(escaped, head)), [list(map(escaped, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     rule = [("-" * width if i == 0 else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
 

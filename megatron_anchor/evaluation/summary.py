@@ -11,16 +11,17 @@ from typing import Any
 
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.evaluate import Evaluated
+from megatron_anchor.evaluation.published import mean_note, score_notes
 from megatron_anchor.whole_files import replacing_text
 
 RESULTS = "results.json"
-MEAN = "mean of tasks"
 
 Group = dict[str, Any]
 """``checkpoints`` (names), ``settings`` (of each), ``scores`` (task, then length, to a cell),
-``mean`` (length to a cell), ``depths`` (percent, then length, to a cell) and ``perplexity`` (rows,
-or None). A cell has ``mean``, ``std``, ``min``, ``max`` over checkpoints in percent, each one's
-``checkpoints``, ``samples`` of each and the ``stderr`` of one checkpoint's mean over its samples.
+``mean`` (length to a cell), ``mean_note`` and ``score_notes`` (how these stand to RULER's),
+``depths`` (percent, then length, to a cell) and ``perplexity`` (rows, or None). A cell has
+``mean``, ``std``, ``min``, ``max`` over checkpoints in percent, each one's ``checkpoints``,
+``samples`` of each and the ``stderr`` of one checkpoint's mean over its samples.
 """
 
 
@@ -64,6 +65,8 @@ def _group(members: Sequence[Evaluated]) -> Group:
         "settings": [dict(member.settings) for member in members],
         "scores": scores,
         "mean": means,
+        "mean_note": mean_note(settings) if tasks else "",
+        "score_notes": score_notes(settings) if tasks else [],
         "depths": {
             f"{100 * depth:g}": {
                 str(n): _cell(members, _is(depth=depth, length=n)) for n in lengths
@@ -157,6 +160,9 @@ def read_results(folders: Sequence[tuple[str | None, Path]]) -> dict[str, Any]:
             found = json.loads(path.read_text(encoding="utf-8"))["groups"]
             for group in found.values():
                 _check(group)
+                if group["scores"]:  # files of earlier versions do not say
+                    group["mean_note"] = mean_note(group["settings"][0])
+                    group["score_notes"] = score_notes(group["settings"][0])
         except OSError as error:
             raise EvaluationError(
                 f"--plot {folder}: no {RESULTS} of a finished evaluation ({error})"
@@ -183,6 +189,8 @@ def _check(group: Group) -> None:
     cells += [row["loss"] for row in group["perplexity"] or ()]
     for cell in cells:
         float(cell["mean"]), float(cell["min"]), float(cell["max"]), cell["std"]
+    rows = (*group["scores"].values(), group["mean"], *group["depths"].values())
+    [int(length) for row in rows for length in row], [float(depth) for depth in group["depths"]]
     for settings in group["settings"]:
         settings["tasks"], settings["seq_lengths"], settings["seed"]
     len(group["checkpoints"])
@@ -190,7 +198,7 @@ def _check(group: Group) -> None:
 
 _COMPARABLE = (
     *("engine", "seed", "num_samples", "tokenizer", "first_token", "haystack", "texts"),
-    *("questions", "depths"),
+    *("questions", "depths", "qa_score"),
 )
 
 

@@ -1,16 +1,22 @@
-"""A model's tokenizer, as prompts are counted, fed and read back with it."""
+"""A model's tokenizer, as prompts are counted, fed and read back with it.
+
+It is the one that corpora are made with, so that a model is asked in the ids that it was trained
+on: text is text, and a folder with only a `tokenizer.model` is read by `sentencepiece` itself.
+Transformers gives other ids there where a text begins with a space or has two of them in a row.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_anchor.checkpoint import tokenizer_files
+from megatron_anchor.checkpoint import pretrained, tokenizer_files
+from megatron_anchor.checkpoint.model_folder import own_code
+from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.corpus.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_anchor.evaluation.errors import EvaluationError
 
-PROBES = ("a", "Hello, world", "x = 1\n")
+_PROBES = ("a", " a", "Hello,  world", "x = 1\n    y\n\n", "\n The  end. ")
 
 
 class PromptTokenizer:
@@ -26,88 +32,114 @@ class PromptTokenizer:
 
         Raises:
             EvaluationError: if there is no tokenizer, or not that token.
+            CheckpointError: if it does not load.
         """
         if not tokenizer_files.has_tokenizer(folder):
             raise EvaluationError(
                 f"{folder} has no tokenizer ({', '.join(tokenizer_files.VOCABULARIES)}); name a "
                 "folder that has it with --tokenizer"
             )
-        from transformers import AutoTokenizer
-
-        try:
-            self.library = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise EvaluationError(f"{folder}: its tokenizer does not load: {error}") from error
-        self.library.model_max_length = 1 << 60  # lengths are our business
+        self.folder = Path(folder)
+        self._facts = _loaded(self.folder, affixes=first_token == "auto")
+        self._engine = self._facts.native_engine
         self.first = self._first(first_token)
-        self.digest = self._digest()
+        self.digest = self._facts.fingerprint()[:16]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt as the model gets it."""
-        return [*self.first, *self._plain([text])[0]]
+        return [*self.first, *self.encode_text(text)]
 
     def encode_text(self, text: str) -> list[int]:
         """Ids without a first token."""
-        return self._plain([text])[0]
+        return self._engine.encode_batch([text])[0].tolist()
 
     def counts(self, texts: Sequence[str]) -> list[int]:
         """Number of tokens of each text, without a first token."""
-        return [len(ids) for ids in self._plain(list(texts))] if texts else []
+        return [len(ids) for ids in self._engine.encode_batch(list(texts))] if texts else []
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of generated ids, without special tokens."""
-        return str(self.library.decode(list(ids), skip_special_tokens=True))
+        """The text of generated ids, without control tokens and without ids that are no tokens."""
+        facts = self._facts
+        ends = {facts.eod_id, facts.bos_id}
+        control = facts.control_ids | ends
+        return self._engine.decode([i for i in ids if i < facts.vocab_size and i not in control])
+
+    @property
+    def eos_id(self) -> int | None:
+        """Ends an answer."""
+        return self._facts.eod_id
+
+    @property
+    def bos_id(self) -> int | None:
+        """Begins a text, in models that have it."""
+        return self._facts.bos_id
 
     @property
     def pad_id(self) -> int:
         """Fills prompts up on the left, where nothing sees it."""
-        for found in (self.library.pad_token_id, self.library.eos_token_id):
-            if found is not None:
-                return found
-        return 0
+        return self.eos_id or 0
 
-    def _plain(self, texts: list[str]) -> list[list[int]]:
-        return self.library(
-            texts,
-            add_special_tokens=False,
-            split_special_tokens=True,  # "<s>" in a text is text
-            return_attention_mask=False,
-            verbose=False,
-        )["input_ids"]
+    def require_same_in_transformers(self) -> None:
+        """Refuse a tokenizer that transformers, and with it lm-eval, reads in another way.
+
+        Raises:
+            EvaluationError: it does not load there, gives other ids, or brings code of its own.
+        """
+        if own_code(self.folder):
+            raise EvaluationError(
+                f"{self.folder}: the tokenizer names code of its own (auto_map), which lm-eval's "
+                "tasks would run; take --engine hf, which runs none"
+            )
+        remedy = "take --engine hf, or name a folder with its tokenizer.json with --tokenizer"
+        try:
+            library = pretrained.load_tokenizer(self.folder)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise EvaluationError(
+                f"{self.folder}: its tokenizer does not load in transformers, which lm-eval uses "
+                f"({error}); {remedy}"
+            ) from error
+        for text in _PROBES:
+            theirs = library(text, add_special_tokens=False)["input_ids"]
+            if theirs != self.encode_text(text):
+                raise EvaluationError(
+                    f"{self.folder}: transformers, which lm-eval uses, gives {text!r} the ids "
+                    f"{theirs}, and corpora are made with {self.encode_text(text)}; {remedy}"
+                )
 
     def _first(self, wanted: str) -> list[int]:
         if wanted == "none":
             return []
         if wanted == "auto":
-            return self._own_first()
+            return list(self._facts.prefix)
         if wanted.isdecimal():
-            if int(wanted) >= len(self.library):
+            if int(wanted) >= self._facts.vocab_size:
                 raise EvaluationError(
-                    f"--first-token {wanted}: the tokenizer has {len(self.library)} tokens"
+                    f"--first-token {wanted}: the tokenizer has {self._facts.vocab_size} tokens"
                 )
             return [int(wanted)]
         if wanted not in ("bos", "eos"):
             raise EvaluationError(
                 f"--first-token {wanted}: expected auto, none, bos, eos or a token id"
             )
-        found = getattr(self.library, f"{wanted}_token_id")
+        found = self.bos_id if wanted == "bos" else self.eos_id
         if found is None:
             raise EvaluationError(
-                f"--first-token {wanted}: {self.library.name_or_path} has no {wanted} token; give "
-                "its id, or `none`"
+                f"--first-token {wanted}: {self.folder} has no {wanted} token; give its id, or "
+                "`none`"
             )
         return [found]
 
-    def _own_first(self) -> list[int]:
-        bare = self._plain([PROBES[0]])[0]
-        full = self.library(PROBES[0], verbose=False)["input_ids"]
-        for start in range(len(full) - len(bare) + 1):
-            if full[start : start + len(bare)] == bare:
-                return full[:start]
-        return []
 
-    def _digest(self) -> str:
-        """Of ids of probes and of the vocabulary: tokenizers that agree make the same prompts."""
-        vocabulary = sorted(self.library.get_vocab().items())
-        parts = [vocabulary, self.first, self._plain(list(PROBES))]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+def _loaded(folder: Path, *, affixes: bool) -> Tokenizer:
+    config = TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=str(folder),
+        tokenizer_hf_no_include_special_tokens=not affixes,
+    )
+    try:
+        return load_tokenizer(config)
+    except CorpusError as error:
+        remedy = "; --first-token none, bos, eos or an id does without it" if affixes else ""
+        raise EvaluationError(
+            f"{folder}: its tokenizer cannot be used ({error}){remedy}"
+        ) from error

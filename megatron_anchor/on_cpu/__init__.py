@@ -34,9 +34,9 @@ def enable(*, force: bool = False) -> None:
             "itself, or give --force (enable(force=True)) to run it on the CPU all the same"
         )
 
+    from megatron_anchor.on_cpu.installer import Installer
     from megatron_anchor.on_cpu.rows import ROWS
     from megatron_anchor.on_cpu.settings import SETTINGS
-    from megatron_anchor.on_cpu.table import Installer
 
     for setting in SETTINGS:
         setting.apply()

@@ -6,6 +6,7 @@ import runpy
 import sys
 
 from megatron_anchor import on_cpu
+from megatron_anchor.terminal import escaped, say, say_block
 
 EXAMPLE = """\
 example: Megatron's own GPT program on two pretended GPUs
@@ -53,9 +54,9 @@ def _run(program: str, *, is_module: bool, arguments: list[str]) -> None:
 def _announce() -> None:
     from megatron_anchor.on_cpu.rows import ROWS
 
-    print(
+    say(
         f"on_cpu: CUDA means the CPU and NCCL means gloo: {len(ROWS)} replacements "
-        "(python -m megatron_anchor.on_cpu --list).\n"
+        "(python -m megatron_anchor.on_cpu --list).",
         "on_cpu: this run shows nothing about kernels, NCCL, memory or speed.",
         file=sys.stderr,
     )
@@ -68,7 +69,7 @@ def main() -> None:
     if options.list:
         from megatron_anchor.on_cpu.listing import as_text
 
-        print(as_text())
+        say_block(as_text())
         return
     if options.program is None:
         parser.error("no program given; see --help for an example")
@@ -77,7 +78,7 @@ def main() -> None:
     try:
         on_cpu.enable(force=options.force)
     except RuntimeError as error:
-        parser.error(str(error))
+        parser.error(escaped(error))
     if os.environ.get("RANK", "0") == "0":
         _announce()
     _run(options.program, is_module=options.module, arguments=options.args)

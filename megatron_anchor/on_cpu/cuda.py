@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_anchor.on_cpu.table import Row, instead
+from megatron_anchor.patches import Patch, instead
 
 CAPABILITY = (10, 0)
 """Compute capability that is reported. Below 10 Megatron insists on CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -65,8 +65,8 @@ _PROFILER = "there is no driver to tell which iterations are to be profiled"
 _MEMORY = "there is no device memory to report or to free: all figures are 0"
 
 
-def _row(target: str, stand_in: Any, reason: str) -> Row:
-    return Row(target=target, replacement=instead(stand_in), reason=reason)
+def _row(target: str, stand_in: Any, reason: str) -> Patch:
+    return Patch(target=target, replacement=instead(stand_in), reason=reason)
 
 
 ROWS = (
@@ -87,7 +87,7 @@ ROWS = (
         lambda: SimpleNamespace(cudaProfilerStart=_success, cudaProfilerStop=_success),
         _PROFILER,
     ),
-    Row(
+    Patch(
         target="torch.accelerator:current_accelerator",
         replacement=instead(lambda check_available=False: None),
         reason="torch's own optimizers, data loader and checkpoints must know that it is a CPU",

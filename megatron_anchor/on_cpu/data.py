@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_anchor.on_cpu.table import Row
+from megatron_anchor.patches import Patch
 
 
 def without_pinning(original: Callable[..., None]) -> Callable[..., None]:
@@ -35,12 +35,12 @@ def leaving_the_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ROWS = (
-    Row(
+    Patch(
         target="torch.utils.data:DataLoader.__init__",
         replacement=without_pinning,
         reason="pinned memory needs a driver",
     ),
-    Row(
+    Patch(
         target="torch.utils.data:DataLoader.__iter__",
         replacement=leaving_the_generator,
         reason="data loaders draw a seed on the CPU: the generator that dropout uses must not "

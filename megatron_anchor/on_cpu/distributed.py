@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_anchor.on_cpu.table import Row
+from megatron_anchor.patches import Patch
 
 
 def over_gloo(
@@ -82,17 +82,17 @@ def uneven_too(original: Callable[..., Any]) -> Callable[..., Any]:
 _GLOO = "NCCL needs GPUs: gloo takes its place, without a device or NCCL's options"
 
 ROWS = (
-    Row(
+    Patch(
         target="torch.distributed.distributed_c10d:init_process_group",
         replacement=functools.partial(over_gloo, unnamed_backend="gloo"),
         reason=_GLOO,
     ),
-    Row(
+    Patch(
         target="torch.distributed.distributed_c10d:new_group",
         replacement=over_gloo,
         reason=_GLOO,
     ),
-    Row(
+    Patch(
         target="torch.distributed.distributed_c10d:all_gather",
         replacement=uneven_too,
         reason="gloo gathers only pieces of one size (checkpoint exchange, uneven experts)",

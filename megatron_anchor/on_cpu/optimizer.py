@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_anchor.on_cpu.table import MEGATRON, Row
+from megatron_anchor.patches import MEGATRON, Patch
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
@@ -72,19 +72,19 @@ def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ROWS = (
-    Row(
+    Patch(
         target=f"{_OPTIMIZER}.state_dict",
         replacement=with_state_before_first_step,
         reason="torch's Adam has no step to save or to load into before its first update",
         host=MEGATRON,
     ),
-    Row(
+    Patch(
         target=f"{_OPTIMIZER}.load_state_dict",
         replacement=with_own_steps,
         reason="Megatron makes torch's Adam share one step between parameters: it counts too fast",
         host=MEGATRON,
     ),
-    Row(
+    Patch(
         target=f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
         replacement=without_step,
         reason="torch's Adam keeps its step per parameter, checkpoints keep it per group",

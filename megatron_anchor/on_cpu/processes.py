@@ -1,4 +1,4 @@
-"""Row for child processes: those that start afresh get the replacements too."""
+"""Patch for child processes: those that start afresh get the replacements too."""
 
 import functools
 import runpy
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.on_cpu.table import Row
+from megatron_anchor.patches import Patch
 
 _CHILD = Path(__file__).with_name("child.py")
 
@@ -29,7 +29,7 @@ def enabling(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
 
 
 ROWS = (
-    Row(
+    Patch(
         target="multiprocessing.spawn:get_preparation_data",
         replacement=enabling,
         reason="spawned processes (Megatron's checkpoint worker, data loaders) start without the "

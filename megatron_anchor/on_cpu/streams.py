@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_anchor.on_cpu.table import Row, instead
+from megatron_anchor.patches import Patch, instead
 
 
 class Stream:
@@ -87,8 +87,8 @@ _THE_STREAM = Stream()
 _REASON = "there are no streams: work is done when the call returns"
 
 
-def _row(target: str, stand_in: Any) -> Row:
-    return Row(target=target, replacement=instead(stand_in), reason=_REASON)
+def _row(target: str, stand_in: Any) -> Patch:
+    return Patch(target=target, replacement=instead(stand_in), reason=_REASON)
 
 
 ROWS = (

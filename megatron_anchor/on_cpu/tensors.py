@@ -8,7 +8,7 @@ import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
-from megatron_anchor.on_cpu.table import Row, instead
+from megatron_anchor.patches import Patch, instead
 
 CPU = torch.device("cpu")
 _DEVICE_TYPES = (str, int, torch.device)
@@ -141,13 +141,13 @@ def cpu_autocast(original: Callable[..., None]) -> Callable[..., None]:
 
 
 ROWS = (
-    Row(
+    Patch(
         target="torch.utils._device:DeviceContext.__init__",
         replacement=cpu_context,
         reason="`with torch.device('cuda')` and set_default_device make tensors on the CPU",
     ),
     *(
-        Row(
+        Patch(
             target=f"torch:{name}",
             replacement=device_keyword,
             reason="tensors for a CUDA device are made on the CPU, and memory is never pinned",
@@ -155,49 +155,49 @@ ROWS = (
         for name in FACTORIES
     ),
     *(
-        Row(
+        Patch(
             target=f"torch:Tensor.{name}",
             replacement=device_keyword,
             reason="tensors for a CUDA device are made on the CPU, and memory is never pinned",
         )
         for name in NEW_METHODS
     ),
-    Row(
+    Patch(
         target="torch:Tensor.to",
         replacement=moving,
         reason="moving to a CUDA device leaves the tensor on the CPU; to('cpu') makes a copy",
     ),
-    Row(
+    Patch(
         target="torch:Tensor.cpu",
         replacement=leaving,
         reason="leaving a GPU makes a copy: checkpoints are written from it while training goes on",
     ),
-    Row(
+    Patch(
         target="torch:Tensor.cuda",
         replacement=instead(_stay),
         reason="moving to a CUDA device leaves the tensor on the CPU",
     ),
-    Row(
+    Patch(
         target="torch:Tensor.pin_memory",
         replacement=instead(_stay),
         reason="pinned memory needs a driver",
     ),
-    Row(
+    Patch(
         target="torch:Tensor.is_cuda",
         replacement=instead(torch.Tensor.is_cpu),
         reason="Megatron moves token counts to the host only from tensors that say they are CUDA",
     ),
-    Row(
+    Patch(
         target="torch:Tensor.type",
         replacement=cuda_type,
         reason="Megatron's optimizers accept only parameters typed torch.cuda.*Tensor",
     ),
-    Row(
+    Patch(
         target="torch.amp.autocast_mode:autocast.__init__",
         replacement=cpu_autocast,
         reason="autocast for CUDA switches itself off where there is none",
     ),
-    Row(
+    Patch(
         target="torch:load",
         replacement=onto_cpu,
         reason="tensors that were saved on a GPU are loaded onto the CPU",

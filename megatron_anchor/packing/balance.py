@@ -218,7 +218,7 @@ class BalancedDataset(torch.utils.data.Dataset):
 
 
 def sample_work(dataset: Any, idx: int, *, linear: float) -> float:
-    """Work of a sample in units of l^2: sum of squared segments, and `linear` a slot.
+    """Work of a sample in units of l^2: of its segments, and `linear` per slot.
 
     Args:
         dataset: a `PackedDataset` or a blend of such.
@@ -233,5 +233,7 @@ def sample_work(dataset: Any, idx: int, *, linear: float) -> float:
         dataset.pieces(idx),
         sequence_length=length,
         attention_pattern=dataset.config.attention_pattern,
-    ).astype(np.float64)
-    return float((segments**2).sum() + linear * length)
+    )
+    pairs = dataset.config.attention_windows.pairs(segments)
+    # Without windows this is the sum of l^2.
+    return float(2 * pairs - segments.sum() + linear * length)

@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 from megatron.core.datasets import blended_dataset as host
-from megatron.core.datasets import blended_megatron_dataset_builder as host_builder
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from megatron_anchor.packing.cache import load_or_build
 from megatron_anchor.packing.dataset import PackedDataset
+from megatron_anchor.patches import MEGATRON, Patch, instead
+from megatron_anchor.terminal import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _NAMES = ("dataset_index", "dataset_sample_index", "samples_of_corpora")
 
@@ -115,9 +116,14 @@ def corpora_of(dataset: Any) -> Iterator[PackedDataset]:
         yield from corpora_of(dataset.dataset)
 
 
-def use_whole_blends() -> None:
-    """Let Megatron's dataset builder make blends of this kind (it has no parameter for that)."""
-    host_builder.BlendedDataset = BlendedDataset
+PATCH = Patch(
+    target="megatron.core.datasets.blended_megatron_dataset_builder:BlendedDataset",
+    replacement=instead(BlendedDataset),
+    reason="the index of a blend is written whole or not at all",
+    lost="a job that is killed may leave parts of a blend's index, on which later ones stop",
+    host=MEGATRON,
+)
+"""Lets Megatron's dataset builder make blends of this kind; it has no parameter for that."""
 
 
 def _with_samples(

@@ -9,7 +9,6 @@ removes it after a day.
 
 import hashlib
 import json
-import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -18,9 +17,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from megatron_anchor.terminal import logger_of
 from megatron_anchor.whole_files import remove_abandoned, replacing
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class StoredArrays:

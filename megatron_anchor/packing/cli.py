@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from megatron_anchor.corpus.manifest import read_manifest
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, PACKINGS, choose_anchor
+from megatron_anchor.terminal import say, say_block, say_json
 
 if TYPE_CHECKING:
     from megatron_anchor.packing.dataset import PackedDataset
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return 1
     except (ValueError, OSError, IndexError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 1
 
 
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace, cache: str) -> int:
     if args.sample is not None:
         decode = tokenizer.native_engine.decode if tokenizer else None
         rows = describe_sample(dataset, args.sample, decode=decode)
-        print(json.dumps(rows) if args.json else format_sample(rows))
+        say_json(rows) if args.json else say_block(format_sample(rows))
         if not args.png:
             return 0
     report = inspect_packing(dataset)
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace, cache: str) -> int:
             documents=1 if full else document_segments(dataset, number),
         )
     if args.sample is None:
-        print(json.dumps(asdict(report)) if args.json else table(report))
+        say_json(asdict(report)) if args.json else say_block(table(report))
     return 0
 
 

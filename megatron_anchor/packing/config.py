@@ -11,8 +11,10 @@ from megatron.core.utils import log_single_rank
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.packing.patterns import ANCHORED, PACKINGS, check_attention_pattern
+from megatron_anchor.terminal import logger_of
+from megatron_anchor.windows import FULL, LayerWindows
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _WITHOUT_EFFECT = {
     "reset_position_ids": "--attention-pattern decides the position ids",
@@ -73,6 +75,13 @@ class PackedDatasetConfig(GPTDatasetConfig):
 
     first_token_loss: bool = True
     """Whether a document's first token is a target, predicted by its anchor (or tag)."""
+
+    attention_windows: LayerWindows = FULL
+    """Windows of the model's layers, by which the work of samples is counted."""
+
+    context_parts: int = 1
+    """Parts among which the slots of a sample are dealt out for equal attention work
+    (`megatron_anchor.context_parallel.split.assign_chunks`); 1 = they are not."""
 
     def __post_init__(self) -> None:
         """Check the settings.

@@ -30,6 +30,7 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
+from megatron_anchor.context_parallel.split import split_sample
 from megatron_anchor.packing.best_fit import fitted_pieces
 from megatron_anchor.packing.cache import StoredArrays, digest, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
@@ -44,10 +45,11 @@ from megatron_anchor.packing.interleave import interleave
 from megatron_anchor.packing.layout import lay_out
 from megatron_anchor.packing.sample_index import SampleIndex
 from megatron_anchor.packing.vocabulary import find_token_outside, ids_are_inside
+from megatron_anchor.terminal import logger_of
 
 __all__ = ["PackedDataset", "PackedDatasetConfig"]
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 PACKING_VERSION = 3
 """Part of every cache key; raised whenever the same settings would give other samples."""
@@ -57,10 +59,13 @@ class PackedDataset(MegatronDataset):
     """Samples of whole and cut documents, each document behind a copy of the anchor.
 
     `dataset[i]` is a dict of tensors: tokens, labels (0 where masked), position_ids int64 [S],
-    loss_mask float32 [S], cu_seqlens int32 [ceil(S / 2) + 1] (segment borders, then S repeated),
-    max_seqlen, num_documents (slices), num_cut (slices of cut documents), num_padding (slots) int32
-    scalars, and origin int64 [2]: this dataset's `number` and i, by which a run can say what was in
-    a batch. `dataset[None]` is a sample without targets, to fill a batch with.
+    loss_mask float32 [S], router_mask bool [S] (slots that a router of experts counts), cu_seqlens
+    int32 [ceil(S / 2) + 1] (segment borders, then S repeated), max_seqlen, num_documents (slices),
+    num_cut (slices of cut documents), num_padding (slots) int32 scalars, and origin int64 [2]: this
+    dataset's `number` and i, by which a run can say what was in a batch. Where the config has
+    `context_parts` there are part_of_chunk int32 [32 x parts] and context_imbalance too
+    (`megatron_anchor.context_parallel.split.split_sample`). `dataset[None]` is a sample in which
+    nothing counts, to fill a batch with.
 
     Args:
         dataset: the corpus.
@@ -195,6 +200,8 @@ class PackedDataset(MegatronDataset):
         if idx is None:
             arrays["labels"][:] = 0
             arrays["loss_mask"][:] = 0.0
+            arrays["router_mask"][:] = False
+        arrays |= self._context_split(arrays["cu_seqlens"])
         sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return sample | {"origin": torch.tensor([self.number, (idx or 0) % len(self)])}
 
@@ -238,6 +245,17 @@ class PackedDataset(MegatronDataset):
         length = self.config.sequence_length
         return fitted_pieces(
             documents, begin, content, chunk=int(second), sequence_length=length, **common
+        )
+
+    def _context_split(self, cu_seqlens: np.ndarray) -> dict[str, np.ndarray]:
+        """Who holds which chunk under context parallelism, and how unequal the work is."""
+        if self.config.context_parts == 1:
+            return {}
+        return split_sample(
+            cu_seqlens,
+            sequence_length=self.config.sequence_length,
+            parts=self.config.context_parts,
+            windows=self.config.attention_windows,
         )
 
     def _interleaved(self, idx: int, pieces: Pieces) -> np.ndarray | None:

@@ -1,6 +1,5 @@
 """From a corpus and its settings to the plans of its epochs."""
 
-import logging
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -12,8 +11,9 @@ from megatron_anchor.packing.config import PackedDatasetConfig
 from megatron_anchor.packing.documents import Documents
 from megatron_anchor.packing.domains import DomainTags
 from megatron_anchor.packing.epochs import SamplePlan, plan_epochs
+from megatron_anchor.terminal import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class EpochPlanner:

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.packing.index import Pieces
 from megatron_anchor.packing.layout import segment_borders
-from megatron_anchor.packing.statistics import attention_pairs, segment_lengths
+from megatron_anchor.packing.statistics import attention_work_share, segment_lengths
+from megatron_anchor.terminal import escaped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,8 @@ def inspect_packing(dataset: PackedDataset, *, most_samples: int = 10000) -> Pac
             pieces, sequence_length=length, attention_pattern=config.attention_pattern
         )
         slices.append(len(pieces.length))
-        work.append(attention_pairs(segments) / attention_pairs(np.array([length])))
+        windows = config.attention_windows
+        work.append(attention_work_share(segments, sequence_length=length, windows=windows))
     content = dataset.content_lengths()
     content = content[content > 0]
     classes = np.bincount(np.floor(np.log2(content)).astype(int))
@@ -103,7 +105,7 @@ def table(report: PackingReport) -> str:
         "attention work": f"{report.attention_work_share:.2%} of full attention",
     }
     head = (
-        f"{report.corpus}: {report.packing}, {report.attention_pattern}, "
+        f"{escaped(report.corpus)}: {report.packing}, {report.attention_pattern}, "
         f"alignment {report.document_alignment}"
     )
     return "\n".join([head, *(f"  {name:<22}{value}" for name, value in rows.items())])

@@ -10,9 +10,12 @@ With anchor id 1, S = 12 and the documents `11 12 13 E`, `21 22 E`, `31 32 33 34
     intra-document           0  1  2  3 4   5  6  7 8   9 10 11
     intra-document-reset     0  1  2  3 4   0  1  2 3   0  1  2
     anchor-masked            as anchor; its cu_seqlens  0 5 6 9 10 12
+    router_mask              1  1  1  1 1   0  1  1 1   0  1  1     (the two anchored patterns)
 
 The law: every token of a document is a target exactly once; anchors and padding never are; no
 label crosses a document. All masks follow from the place, never from a token's id.
+A router of experts counts the tokens of the form with one anchor, so neither copies of it nor
+padding; under the other patterns every document has an anchor of its own, and all of them count.
 A sample of 131072 slots takes about half a millisecond; most of it is writing the arrays.
 
 Legend: S slots of the sample, P pieces (document slices), L entries of cu_seqlens.
@@ -91,9 +94,9 @@ def lay_out(
 
     Returns:
         tokens, labels (0 where masked), position_ids: int64 [S]; loss_mask: float32 [S];
-        cu_seqlens: int32 [L], segment borders, then S repeated; max_seqlen, num_documents
-        (slices), num_cut (slices of documents that are cut), num_padding (slots): int32 scalars
-        (0-d arrays).
+        router_mask: bool [S], slots that count as tokens in a router of experts; cu_seqlens: int32
+        [L], segment borders, then S repeated; max_seqlen, num_documents (slices), num_cut (slices
+        of documents that are cut), num_padding (slots): int32 scalars (0-d arrays).
     """
     check_attention_pattern(attention_pattern)
     slots_P = pieces.head + pieces.length
@@ -122,6 +125,7 @@ def lay_out(
     tokens_S[filled:] = pad_token_id
     labels_S[filled:] = 0
     loss_mask_S[filled:] = 0.0
+    router_mask_S = np.arange(sequence_length) < filled
     entries = cu_seqlens_length(sequence_length, attention_pattern=attention_pattern)
     cu_seqlens_L = np.full(entries, sequence_length, dtype=np.int32)
     cu_seqlens_L[0] = 0
@@ -132,6 +136,8 @@ def lay_out(
                 array_S[:filled] = array_S[order]
     else:
         borders = np.concatenate(([0], np.cumsum(slots_P)))
+        if attention_pattern in ANCHORED:
+            router_mask_S[borders[1:-1]] = False
         position_ids_S = positions(
             borders,
             sequence_length,
@@ -151,12 +157,14 @@ def lay_out(
                 labels_S,
                 loss_mask_S,
                 position_ids_S,
+                router_mask_S,
             )
     return {
         "tokens": tokens_S,
         "labels": labels_S,
         "loss_mask": loss_mask_S,
         "position_ids": position_ids_S,
+        "router_mask": router_mask_S,
         "cu_seqlens": cu_seqlens_L,
         "max_seqlen": np.array(np.diff(cu_seqlens_L).max(), dtype=np.int32),
         "num_documents": np.array(num_documents, dtype=np.int32),
@@ -212,6 +220,7 @@ def _spread(
     labels_S: np.ndarray,
     loss_mask_S: np.ndarray,
     position_ids_S: np.ndarray,
+    router_mask_S: np.ndarray,
 ) -> None:
     """Move each slice from `borders` to `filled_borders`, the last one first; pad the gaps."""
     for piece in range(len(borders) - 2, -1, -1):
@@ -222,11 +231,13 @@ def _spread(
             labels_S[new + i] = labels_S[old + i]
             loss_mask_S[new + i] = loss_mask_S[old + i]
             position_ids_S[new + i] = position_ids_S[old + i]
+            router_mask_S[new + i] = router_mask_S[old + i]
         for slot in range(new + slots, filled_borders[piece + 1]):
             tokens_S[slot] = pad_token_id
             labels_S[slot] = 0
             loss_mask_S[slot] = 0.0
             position_ids_S[slot] = 0
+            router_mask_S[slot] = False
 
 
 @compiled

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
 
+from megatron_anchor.command_line import CommandParser
 from megatron_anchor.packing.patterns import PLANNED_PATTERNS
 from megatron_anchor.planner.errors import PlanError
 from megatron_anchor.planner.gpus import GPUS, Gpu, find_gpu
@@ -16,9 +16,10 @@ from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import TABLES, find_lengths
 from megatron_anchor.planner.models import MODELS, find_model
 from megatron_anchor.planner.pictures import draw_plan
-from megatron_anchor.planner.plan import Question, make_plan
+from megatron_anchor.planner.plan import Question, automatic, make_plan
 from megatron_anchor.planner.report import as_json, as_text
 from megatron_anchor.planner.step_time import Efficiency
+from megatron_anchor.terminal import say, say_block, say_json
 
 _EPILOG = f"""\
 models: {", ".join(MODELS)}
@@ -34,7 +35,7 @@ with your own model and corpus, and the layout that you have in mind:
 
 def parser() -> argparse.ArgumentParser:
     """All flags; those of training have the same names and meanings."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description="Plan a run: work, memory, communication, layouts, days, launch command.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -55,7 +56,20 @@ def parser() -> argparse.ArgumentParser:
     sizes("--tp", "--tensor-model-parallel-size", type=int)
     sizes("--pp", "--pipeline-model-parallel-size", type=int)
     sizes("--cp", "--context-parallel-size", type=int)
-    sizes("--cp-comm-type", choices=("a2a", "p2p"), help="a2a: Ulysses; p2p: Transformer Engine")
+    sizes(
+        "--cp-comm-type",
+        choices=("auto", "a2a", "gather", "a2a+gather", "p2p"),
+        default="auto",
+        help="a2a: Ulysses; gather: keys and values; a2a+gather: both; p2p: Transformer Engine; "
+        "auto (the default): Ulysses as far as heads and servers allow, else a2a+gather or gather",
+    )
+    sizes(
+        "--hierarchical-context-parallel-sizes",
+        type=int,
+        nargs=2,
+        metavar=("A", "B"),
+        help="sizes of a2a+gather: Ulysses among A ranks, gathered across B groups",
+    )
     machine = parser.add_argument_group("instead of what is known or assumed").add_argument
     machine("--peak-tflops", type=float, help="dense bfloat16")
     machine("--memory-gib", type=float)
@@ -76,20 +90,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, plan, print; 1 with a message where something is wrong or nothing fits."""
     args = parser().parse_args(argv)
     try:
-        plan = make_plan(question_of(args), only=_layout(args))
+        question = question_of(args)
+        plan = make_plan(question, only=_layout(args, question))
         if args.json:
-            print(json.dumps(as_json(plan, tokens=args.train_tokens)))
+            say_json(as_json(plan, tokens=args.train_tokens))
             if not plan.choices:
                 raise PlanError(plan.why_nothing())
         else:
-            print(as_text(plan, tokens=args.train_tokens, most=args.top))
+            say_block(as_text(plan, tokens=args.train_tokens, most=args.top))
         if args.png:
             draw_plan(args.png, plan.question)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stdout = None
         return 1
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -151,9 +166,10 @@ def _efficiency(args: argparse.Namespace, gpu: Gpu) -> Efficiency:
     return dataclasses.replace(Efficiency.of(gpu), **changed)
 
 
-def _layout(args: argparse.Namespace) -> Layout | None:
+def _layout(args: argparse.Namespace, question: Question) -> Layout | None:
     """The layout asked for; what is not given is 1."""
-    if (args.tp, args.pp, args.cp, args.cp_comm_type) == (None,) * 4:
+    sizes = args.hierarchical_context_parallel_sizes
+    if (args.tp, args.pp, args.cp, sizes) == (None,) * 4 and args.cp_comm_type == "auto":
         return None
     for name in ("tp", "pp", "cp"):
         if (size := getattr(args, name)) is not None and size < 1:
@@ -164,5 +180,15 @@ def _layout(args: argparse.Namespace) -> Layout | None:
             f"--gpus {args.gpus} is no multiple of TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}; "
             "change one of them"
         )
-    dp = args.gpus // (tp * pp * cp)
-    return Layout(tp=tp, pp=pp, cp=cp, dp=dp, cp_comm=args.cp_comm_type or "a2a")
+    kind = args.cp_comm_type
+    layout = Layout(tp=tp, pp=pp, cp=cp, dp=args.gpus // (tp * pp * cp), cp_comm=kind)
+    if sizes is not None:
+        if kind not in ("auto", "a2a+gather") or sizes[0] * sizes[1] != cp or min(sizes) < 1:
+            raise PlanError(
+                f"--hierarchical-context-parallel-sizes {sizes[0]} {sizes[1]}: expected A x B = "
+                f"--context-parallel-size {cp}, with --cp-comm-type a2a+gather"
+            )
+        return dataclasses.replace(layout, cp_comm="a2a+gather", cp_heads=sizes[0])
+    if kind in ("auto", "a2a+gather"):
+        return automatic(layout, question.model, question.gpu)
+    return layout

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.context_parallel.sizes import Sent, elements_sent
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.memory import GRADIENT, WEIGHT, stage_parameters
 
@@ -24,8 +25,10 @@ class Communication:
 
     tensor: float
     """Sequence-parallel gathers and scatters."""
-    context: float
-    """Ulysses' all-to-all, or the ring of keys and values."""
+    heads: float
+    """All-to-all of Ulysses."""
+    keys: float
+    """Keys and values, gathered or around a ring, and their gradients."""
     pipeline: float
     """Activations and their gradients, from stage to stage."""
     data: float
@@ -34,7 +37,7 @@ class Communication:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.tensor + self.context + self.pipeline + self.data
+        return self.tensor + self.heads + self.keys + self.pipeline + self.data
 
 
 def communication_of(
@@ -49,10 +52,12 @@ def communication_of(
         passes += TP_FORWARD
     elif layout.recompute == "mlp":
         passes += TP_FORWARD // 2
+    context = _context(model, layout, tokens)
     shards, count = layout.optimizer_shards, stage_parameters(model, layout, 0)
     return Communication(
         tensor=micro_batches * layers * passes * stream * _sent(layout.tp),
-        context=micro_batches * layers * _context(model, layout, tokens),
+        heads=micro_batches * layers * context.heads,
+        keys=micro_batches * layers * context.keys,
         pipeline=micro_batches * 2 * stream / layout.tp if layout.pp > 1 else 0.0,
         data=(GRADIENT + WEIGHT) * count * _sent(shards),
     )
@@ -62,13 +67,21 @@ def _sent(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _context(model: Model, layout: Layout, tokens: float) -> float:
+def _context(model: Model, layout: Layout, tokens: float) -> Sent:
     """Bytes of one layer and micro-batch, forward and backward (and forward again)."""
     again = layout.recompute == "full"
     heads, groups = model.heads / layout.tp, max(model.groups / layout.tp, 1)
     if layout.rings:
         # Keys and values go round once forward; backward they do so with their gradients.
         ring = 2 * 2 * groups * model.head * tokens * (layout.cp - 1)
-        return ring * (3 + again)
-    exchanged = 2 * heads + 2 * max(groups, layout.cp)  # q and the output; k and v, repeated
-    return 2 * exchanged * model.head * tokens * _sent(layout.cp) * (2 + again)
+        return Sent(heads=0.0, keys=ring * (3 + again))
+    forward = elements_sent(
+        slots=tokens,
+        query_heads=heads,
+        kv_heads=groups,
+        head_dim=model.head,
+        heads_ranks=layout.heads_ranks,
+        keys_ranks=layout.keys_ranks,
+    )
+    # Backward keys and values are gathered again, and their gradients summed in float32.
+    return Sent(heads=2 * forward.heads * (2 + again), keys=2 * forward.keys * (4 + again))

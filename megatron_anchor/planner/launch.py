@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from pathlib import Path
 
 from megatron_anchor.checkpoint.extension import BASES, extended
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.planner.errors import PlanError
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.plan import Question
+from megatron_anchor.shell_words import path_word, quoted
 
 PLACES = {
     "MODEL": "models/hf",
@@ -49,20 +50,23 @@ def trained_model(model: Model, sequence_length: int) -> Model:
 
 def model_flags(model: Model) -> list[str]:
     """Megatron's flags for a model's shape; the converter's megatron_args.txt says the same."""
-    base = model.rotary_base
+    base = _number(model.rotary_base)
     flags = [
-        f"--num-layers {model.layers} --hidden-size {model.hidden} --ffn-hidden-size {model.ffn}",
-        f"--num-attention-heads {model.heads} --kv-channels {model.head}",
-        f"--normalization RMSNorm --norm-epsilon {model.epsilon} --swiglu",
+        f"--num-layers {_number(model.layers)} --hidden-size {_number(model.hidden)} "
+        f"--ffn-hidden-size {_number(model.ffn)}",
+        f"--num-attention-heads {_number(model.heads)} --kv-channels {_number(model.head)}",
+        f"--normalization RMSNorm --norm-epsilon {_number(model.epsilon)} --swiglu",
         f"--position-embedding-type rope --rotary-base {int(base) if base == int(base) else base}",
-        f"--max-position-embeddings {model.positions}",
+        f"--max-position-embeddings {_number(model.positions)}",
         "--attention-dropout 0.0 --hidden-dropout 0.0 --bf16",
-        f"--vocab-size {model.vocabulary} --padded-vocab-size {model.padded_rows}",
+        f"--vocab-size {_number(model.vocabulary)} "
+        f"--padded-vocab-size {_number(model.padded_rows)}",
     ]
     if model.groups != model.heads:
-        flags.append(f"--group-query-attention --num-query-groups {model.groups}")
+        flags.append(f"--group-query-attention --num-query-groups {_number(model.groups)}")
     if model.scaling:
-        flags.append(f"--rope-parameters '{json.dumps(model.scaling, separators=(',', ':'))}'")
+        scaling = json.dumps(model.scaling, separators=(",", ":"))
+        flags.append(f"--rope-parameters {quoted(scaling)}")
     switches = {
         "--untie-embeddings-and-output-weights": model.untied,
         "--disable-bias-linear": not model.linear_bias,
@@ -72,6 +76,17 @@ def model_flags(model: Model) -> list[str]:
     return [*flags, *(flag for flag, wanted in switches.items() if wanted)]
 
 
+def _number(value: float) -> float:
+    """Let only numbers of a config.json into a command.
+
+    Raises:
+        PlanError: for anything else.
+    """
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise PlanError(f"the model's config.json holds {value!r} where a number is expected")
+    return value
+
+
 def layout_flags(layout: Layout) -> list[str]:
     """Megatron's flags for a layout."""
     flags = [
@@ -79,7 +94,12 @@ def layout_flags(layout: Layout) -> list[str]:
         + (" --sequence-parallel" if layout.tp > 1 else ""),
         f"--pipeline-model-parallel-size {layout.pp}",
         f"--context-parallel-size {layout.cp}"
-        + (f" --cp-comm-type {layout.cp_comm}" if layout.cp > 1 else ""),
+        + (f" --cp-comm-type {layout.cp_comm}" if layout.cp > 1 else "")
+        + (
+            f" --hierarchical-context-parallel-sizes {layout.heads_ranks} {layout.keys_ranks}"
+            if layout.cp_comm == "a2a+gather"
+            else ""
+        ),
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ]
     return flags + RECOMPUTE_FLAGS[layout.recompute]
@@ -99,7 +119,7 @@ def launch_command(question: Question, layout: Layout, *, tokens: float = 1e9) -
     processes = f"torchrun --nproc-per-node {min(question.gpus, question.gpu.per_node)}"
     if nodes > 1:
         processes += (
-            f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR "
+            f' --nnodes {nodes} --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" '
             "--master-port 29500"
         )
     lines = [
@@ -113,11 +133,12 @@ def launch_command(question: Question, layout: Layout, *, tokens: float = 1e9) -
         '--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL"',
         '--data-path "$DATA" --split 100,0,0 --eval-iters 0 --eval-interval 1000',
         '--pretrained-checkpoint "$START" --load "$RUN" --save "$RUN" --save-interval 500',
+        "--dist-ckpt-optim-fully-reshardable",
     ]
     known = {"DATA": question.lengths.prefix} if question.lengths.prefix else {}
     if Path(question.name).is_dir():
         known["MODEL"] = question.name
-    places = [f"{name}={shlex.quote(place)}" for name, place in (PLACES | known).items()]
+    places = [f"{name}={path_word(place)}" for name, place in (PLACES | known).items()]
     settings = ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
     return "\n".join([*settings, *places, " \\\n    ".join(lines)])
 

@@ -18,7 +18,10 @@ class Layout:
     dp: int = 1
     """Data-parallel size."""
     cp_comm: str = "a2a"
-    """--cp-comm-type: a2a is this project's Ulysses, p2p Transformer Engine's ring."""
+    """--cp-comm-type: a2a (Ulysses), gather (keys and values), a2a+gather (both), or p2p,
+    Transformer Engine's ring."""
+    cp_heads: int = 0
+    """Under a2a+gather, ranks of an all-to-all."""
     recompute: str = "none"
     """One of `work.RECOMPUTE`."""
 
@@ -31,6 +34,16 @@ class Layout:
     def rings(self) -> bool:
         """Whether ranks hold zigzag pieces of every document."""
         return self.cp > 1 and self.cp_comm == "p2p"
+
+    @property
+    def heads_ranks(self) -> int:
+        """A: ranks that exchange heads for slots."""
+        return {"a2a": self.cp, "a2a+gather": self.cp_heads}.get(self.cp_comm, 1)
+
+    @property
+    def keys_ranks(self) -> int:
+        """B: groups across which keys and values are gathered."""
+        return 1 if self.rings else self.cp // self.heads_ranks
 
     @property
     def document_alignment(self) -> int:
@@ -49,4 +62,8 @@ class Layout:
     def __str__(self) -> str:
         """As in tables: TP2 PP1 CP4 DP1."""
         sizes = f"TP{self.tp} PP{self.pp} CP{self.cp} DP{self.dp}"
-        return sizes + (f" {self.cp_comm}" if self.cp > 1 else "")
+        if self.cp == 1:
+            return sizes
+        if self.cp_comm == "a2a+gather":
+            return f"{sizes} {self.heads_ranks}x{self.keys_ranks}"
+        return f"{sizes} {self.cp_comm}"

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
+from megatron_anchor.context_parallel.sizes import Memory as GatherMemory
 from megatron_anchor.planner.gpus import Gpu
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.work import (
@@ -116,14 +118,25 @@ def stage_parameters(model: Model, layout: Layout, stage: int) -> float:
     return shared / layout.tp + whole + last * model.hidden
 
 
+def gathered(model: Model, layout: Layout, sequence_length: int) -> float:
+    """Bytes of gathered keys and values by the default of --kv-gather-memory-mib."""
+    if layout.keys_ranks == 1:
+        return 0.0
+    memory = GatherMemory(
+        slots=sequence_length, longest=sequence_length, width=2 * model.head, itemsize=2
+    )
+    heads = max(model.groups // (layout.tp * layout.heads_ranks), 1)
+    every = memory.of_buffers(heads) + memory.longest * memory.of_keys(heads)
+    return min(every, max(GATHER_LIMIT, memory.least()))
+
+
 def _stage(
     model: Model, layout: Layout, stage: int, sequence_length: int, micro_batches: int
 ) -> Memory:
     count = stage_parameters(model, layout, stage)
     tokens = sequence_length / layout.cp
-    ulysses = layout.cp if layout.cp_comm == "a2a" else 1
     kept, everything = (
-        kept_by_layer(model, recompute=recompute, ulysses=ulysses, tp=layout.tp)
+        kept_by_layer(model, recompute=recompute, ulysses=layout.heads_ranks, tp=layout.tp)
         for recompute in (layout.recompute, "none")
     )
     in_flight = min(micro_batches, layout.pp - stage)
@@ -144,6 +157,6 @@ def _stage(
         gradients=GRADIENT * count,
         optimizer=OPTIMIZER * count / layout.optimizer_shards,
         activations=activations * share,
-        working=(again + gradients) * share,
+        working=(again + gradients) * share + gathered(model, layout, sequence_length),
         logits=logits * share,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.context_parallel.sizes import largest_heads_ranks
 from megatron_anchor.packing.patterns import PLANNED_PATTERNS, check_attention_pattern
 from megatron_anchor.planner.communication import Communication, communication_of
 from megatron_anchor.planner.errors import PlanError
@@ -95,7 +96,9 @@ class Question:
     def work(self, layout: Layout, pattern: str | None = None) -> AttentionWork:
         """Attention work of a sample under a pattern (default: the question's)."""
         split = layout.cp if layout.rings else 1
-        return self._work(layout.document_alignment, split, pattern or self.pattern)
+        return self._work(
+            layout.document_alignment, split, layout.keys_ranks, pattern or self.pattern
+        )
 
     @cached_property
     def _lay_out(self) -> Callable[[int], Samples]:
@@ -106,14 +109,15 @@ class Question:
         return laid_out
 
     @cached_property
-    def _work(self) -> Callable[[int, int, str], AttentionWork]:
+    def _work(self) -> Callable[[int, int, int, str], AttentionWork]:
         @cache
-        def counted(alignment: int, split: int, pattern: str) -> AttentionWork:
+        def counted(alignment: int, split: int, parts: int, pattern: str) -> AttentionWork:
             return attention_work(
                 self._lay_out(alignment),
                 sequence_length=self.sequence_length,
                 pattern=pattern,
                 split=split,
+                parts=parts,
             )
 
         return counted
@@ -230,7 +234,8 @@ def _fitting(question: Question, layout: Layout) -> Choice | Refusal:
 def layouts(question: Question) -> Iterator[Layout]:
     """All ways to share the GPUs out, the hopeless ones among them for their reasons.
 
-    Context parallelism by p2p is looked at beyond what heads allow to Ulysses, too.
+    Besides Ulysses and the ring the kind is looked at that --cp-comm-type auto would take, where
+    that is another.
     """
     gpus, model = question.gpus, question.model
     node = min(question.gpu.per_node, gpus)
@@ -243,6 +248,21 @@ def layouts(question: Question) -> Iterator[Layout]:
                 yield layout
                 if cp > 1:
                     yield dataclasses.replace(layout, cp_comm="p2p")
+                    auto = automatic(layout, model, question.gpu)
+                    if auto != layout:
+                        yield auto
+
+
+def automatic(layout: Layout, model: Model, gpu: Gpu) -> Layout:
+    """The layout with what --cp-comm-type auto comes to (`training.context_parallel`)."""
+    A = largest_heads_ranks(
+        cp_size=layout.cp,
+        query_heads=max(1, model.heads // layout.tp),
+        kv_heads=max(1, model.groups // layout.tp),
+        ranks_per_node=max(1, gpu.per_node // layout.tp),
+    )
+    kind = "a2a" if layout.cp == A else "gather" if A == 1 else "a2a+gather"
+    return dataclasses.replace(layout, cp_comm=kind, cp_heads=A if kind == "a2a+gather" else 0)
 
 
 def _powers(most: int) -> list[int]:

@@ -38,18 +38,19 @@ def _heads(model: Model, layout: Layout) -> Iterator[str]:
             "other; use another TP"
         )
         return
-    if cp == 1 or layout.rings:
+    A = layout.heads_ranks
+    if cp == 1 or A == 1:
         return
     heads, groups = model.heads // tp, max(1, model.groups // tp)
-    if heads % cp:
+    if heads % A:
         yield (
-            f"heads: {heads} query heads per TP rank cannot be shared by CP {cp} under Ulysses; "
-            "use a smaller CP or TP, or --cp-comm-type p2p"
+            f"heads: {heads} query heads per TP rank cannot be shared by {A} ranks under Ulysses; "
+            "use a smaller CP or TP, or --cp-comm-type gather"
         )
-    elif groups % cp and cp % groups:
+    elif groups % A and A % groups:
         yield (
-            f"heads: {groups} key/value heads per TP rank and CP {cp} under Ulysses: one must be "
-            "a multiple of the other; use another CP, or --cp-comm-type p2p"
+            f"heads: {groups} key/value heads per TP rank and {A} ranks under Ulysses: one must be "
+            "a multiple of the other; use another CP, or --cp-comm-type gather"
         )
 
 

@@ -11,6 +11,7 @@ from megatron_anchor.planner.launch import launch_command, notes
 from megatron_anchor.planner.memory import budget
 from megatron_anchor.planner.plan import Choice, Plan, Question, compare_patterns
 from megatron_anchor.planner.work import layer_work, output_work, parameters
+from megatron_anchor.terminal import escaped
 
 KINDS = ("heads", "layers", "shape", "alignment", "batch", "placement", "kernel", "memory")
 
@@ -98,9 +99,9 @@ def as_text(plan: Plan, *, tokens: float, most: int) -> str:
 
 def _head(question: Question) -> str:
     return (
-        f"{question.name} ({parameters(question.model) / 1e9:.2f} billion parameters) on "
+        f"{escaped(question.name)} ({parameters(question.model) / 1e9:.2f} billion parameters) on "
         f"{question.gpus} x {question.gpu.name}, samples of {question.sequence_length}, "
-        f"global batch {question.global_batch}, documents of {question.lengths.name} "
+        f"global batch {question.global_batch}, documents of {escaped(question.lengths.name)} "
         f"(mean {question.lengths.lengths.mean():.0f} tokens)"
     )
 

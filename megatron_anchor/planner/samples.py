@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_anchor.context_parallel.split import assign_chunks, slots_in_chunks
 from megatron_anchor.packing.patterns import check_attention_pattern
 from megatron_anchor.planner.lengths import Lengths
 
@@ -108,7 +109,7 @@ def lay_out(
 
 
 def attention_work(
-    samples: Samples, *, sequence_length: int, pattern: str, split: int = 1
+    samples: Samples, *, sequence_length: int, pattern: str, split: int = 1, parts: int = 1
 ) -> AttentionWork:
     """Count pairs.
 
@@ -118,6 +119,8 @@ def attention_work(
         pattern: of attention; the masked ones all leave the same pairs.
         split: ranks that share every document zigzag (Transformer Engine's context parallelism);
             1 where ranks share heads, or there is one.
+        parts: groups that the queries are dealt out to, where keys and values are gathered; the
+            tiles are then those of the group with most of them, times the groups.
 
     Raises:
         ValueError: for an unknown pattern.
@@ -125,7 +128,10 @@ def attention_work(
     check_attention_pattern(pattern)
     slices = [np.array([sequence_length])] if pattern == "full" else samples.slices
     pairs = np.array([(s * (s + 1) / 2).sum() for s in slices])
-    tiles = np.array([_tiles(s, split).sum() for s in slices])
+    if parts > 1:
+        tiles = np.array([_tiles_of_parts(s, sequence_length, parts).max() * parts for s in slices])
+    else:
+        tiles = np.array([_tiles(s, split).sum() for s in slices])
     return AttentionWork(
         pairs=float(pairs.mean()),
         tile_pairs=float(tiles.mean()) * TILE**2,
@@ -142,3 +148,20 @@ def _tiles(slots: np.ndarray, split: int) -> np.ndarray:
         return tiles * (tiles + 1) / 2
     chunk = -(-slots // (2 * split * TILE))
     return split * ((2 * split - 1) * chunk**2 + chunk * (chunk + 1))
+
+
+def _tiles_of_parts(slots: np.ndarray, sequence_length: int, parts: int) -> np.ndarray:
+    """float64 [parts]: tiles of the runs that each part computes."""
+    borders = np.unique(np.concatenate((np.cumsum(slots), [0, sequence_length])))
+    chunks = assign_chunks(borders, sequence_length=sequence_length, parts=parts)
+    found = np.zeros(parts)
+    for part, held in enumerate(slots_in_chunks(chunks, sequence_length=sequence_length)):
+        document = np.searchsorted(borders, held, side="right") - 1
+        new = np.flatnonzero((np.diff(held) != 1) | (np.diff(document) != 0)) + 1
+        starts, ends = np.append(0, new), np.append(new, len(held))
+        before = held[starts] - borders[document[starts]]  # keys in front of a run's first query
+        rows = -(-(ends - starts) // TILE)
+        # A row of tiles reaches from the document's start to the row's last query.
+        whole = rows * before / TILE + rows * (rows + 1) / 2
+        found[part] = np.ceil(whole).sum()
+    return found

@@ -103,9 +103,11 @@ def step_time(
     )
     bandwidth = _Bandwidth(gpu, layout, efficiency.link)
     tensor = sent.tensor / micro_batches / bandwidth.of(layout.tp)
-    context = sent.context / micro_batches / bandwidth.of(layout.tp * layout.cp)
+    keys = sent.keys / micro_batches / bandwidth.of(layout.tp * layout.cp)
     if layout.rings:  # the next keys travel while a chunk is computed
-        context = max(0.0, context - kernel)
+        keys = max(0.0, keys - kernel)
+    heads = sent.heads / micro_batches / bandwidth.of(layout.tp * layout.heads_ranks)
+    context = heads + keys
     pipeline = sent.pipeline / micro_batches / bandwidth.of(layout.gpus)
     busy = linear + kernel + tensor + context + pipeline
     exchange = sent.data / bandwidth.of(layout.gpus // layout.pp)

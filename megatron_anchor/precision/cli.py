@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_anchor.command_line import make_parser
+from megatron_anchor.terminal import say, say_block, say_json
 
 if TYPE_CHECKING:
     from megatron_anchor.precision.run import Results
@@ -87,10 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return WRONG
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return WRONG
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        say("interrupted; nothing was written", file=sys.stderr)
         return 130
 
 
@@ -160,14 +160,14 @@ def _run(args: argparse.Namespace) -> int:
         results = run(source, texts, settings, name=name, progress=progress)
     if args.out:
         _write(args.out, results)
-    print(json.dumps(as_json(results)) if args.json else findings(results))
+    say_json(as_json(results)) if args.json else say_block(findings(results))
     return 0
 
 
 def _note_untrained(settings: Settings, *, trained: int) -> None:
     last = settings.tokens + max(*settings.shifts, settings.shift2)
     if last > trained:
-        print(
+        say(
             f"note: positions up to {last}, but the model was trained for {trained}; differences "
             "are measured all the same",
             file=sys.stderr,

@@ -7,6 +7,7 @@ import numpy as np
 from megatron_anchor.precision.arms import ARMS
 from megatron_anchor.precision.measurement import Drift
 from megatron_anchor.precision.run import Results
+from megatron_anchor.terminal import escaped
 
 TRUTH = "float32"
 
@@ -16,8 +17,9 @@ def findings(results: Results) -> str:
     asked = results.settings
     first = asked.states[0]
     parts = [
-        f"Measured: {results.model} ({results.shape}); {asked.num_texts} text(s) of {asked.length} "
-        f"tokens; shift2 = {asked.shift2}, shift1 = {', '.join(map(str, asked.shifts))}.",
+        f"Measured: {escaped(results.model)} ({results.shape}); {asked.num_texts} text(s) of "
+        f"{asked.length} tokens; shift2 = {asked.shift2}, shift1 = "
+        f"{', '.join(map(str, asked.shifts))}.",
         *(_totals(results, states) for states in asked.states),
     ]
     if len(asked.states) == 2:

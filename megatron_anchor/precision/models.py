@@ -22,6 +22,11 @@ from megatron_anchor.checkpoint.families import FAMILIES
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.checkpoint.pretrained import (
+    load_causal_model,
+    load_config,
+    random_causal_model,
+)
 from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.to_megatron import check_tensors
 from megatron_anchor.compat import quiet_imports_without_gpu
@@ -76,15 +81,10 @@ def check_weights(source: ModelFolder) -> None:
     """Check that every weight is there, which transformers would replace by random numbers.
 
     Raises:
-        PrecisionError: for a config that transformers does not take.
-        CheckpointError: naming what is missing, damaged or of another shape.
+        CheckpointError: for a config that transformers does not take, or naming the weights that
+            are missing, damaged or of another shape.
     """
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(source.folder, local_files_only=True)
-    except Exception as error:  # any kind, from whatever reads the fields
-        raise PrecisionError(f"{source.folder}/config.json: {error}") from error
+    load_config(source.folder)
     with Files() as files:
         check_tensors(open_weights(source.folder, files), source.model)
 
@@ -193,7 +193,7 @@ def _attention(
 
 
 def _load(folder: Path, arm: Arm, seed: int) -> Any:
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -201,9 +201,7 @@ def _load(folder: Path, arm: Arm, seed: int) -> Any:
     AttentionInterface.register(ATTENTION, _attention)
     options: dict[str, Any] = {"dtype": arm.dtype, "attn_implementation": ATTENTION}
     if not arm.random_weights:
-        kind = AutoModelForCausalLM
-        return kind.from_pretrained(folder, local_files_only=True, **options).eval()
+        return load_causal_model(folder, **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        return AutoModelForCausalLM.from_config(config, **options).eval()
+        return random_causal_model(folder, **options)

@@ -14,6 +14,7 @@ from megatron_anchor.precision.measurement import Drift, measure
 from megatron_anchor.precision.models import LayeredModel, ModelFolder
 from megatron_anchor.precision.settings import Settings
 from megatron_anchor.precision.texts import Text
+from megatron_anchor.terminal import escaped
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def run(
         model: LayeredModel | None = None
         loaded = None
         for arm in sorted((ARMS[a] for a in settings.arms), key=_weights):
-            bar.set_description(arm.name)
+            bar.set_description(escaped(arm.name))
             if loaded != _weights(arm):
                 model = None  # frees one model before the next is loaded
                 model = LayeredModel(source, arm, seed=settings.seed, device=settings.device)

@@ -40,7 +40,7 @@ def texts_of_files(paths: Sequence[str], *, key: str = "text") -> Iterator[tuple
     Raises:
         CorpusError: for a file that is missing or of an unknown kind, and a row that is no text.
     """
-    sources = resolve(paths)
+    sources = resolve(paths).sources
     rows = RowOptions(keys=(key,))
     for span in plan(sources):
         name = Path(sources[span.source].path).stem

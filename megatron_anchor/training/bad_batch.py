@@ -19,18 +19,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 from torch import Tensor
 
-from megatron_anchor import compat
-from megatron_anchor.attention.zigzag import slots_of_rank
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset
-from megatron_anchor.training.arguments import splits_documents
+from megatron_anchor.terminal import say
 from megatron_anchor.training.bad_batch_files import SampleRecord, write_bad_batch
+from megatron_anchor.training.context_parallel import context_parallel
 
 SECONDS_FOR_THE_REPORT = 30
 """How long a rank that holds no samples stays alive for the one that reports: torchrun kills all
@@ -60,26 +60,21 @@ class _Watch:
 _watch = _Watch()
 
 
-def install(args: Namespace) -> None:
-    """Report what Megatron's checks reject from now on (--check-for-nan-in-loss-and-grad).
-
-    Args:
-        args: the validated arguments; the folder of --dump-bad-batch is made.
+def make_folder(args: Namespace) -> None:
+    """Make the folder of --dump-bad-batch, if there is one.
 
     Raises:
         ValueError: the folder cannot be written.
     """
-    if args.dump_bad_batch:
-        folder = Path(args.dump_bad_batch)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"--dump-bad-batch {folder}: {error.strerror}; name another"
-            ) from error
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--dump-bad-batch {folder} cannot be written; name another folder")
-    compat.watch_rejected_results(_report)
+    if not args.dump_bad_batch:
+        return
+    folder = Path(args.dump_bad_batch)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--dump-bad-batch {folder}: {error.strerror}; name another") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--dump-bad-batch {folder} cannot be written; name another folder")
 
 
 def register(*datasets: Any) -> None:
@@ -117,7 +112,7 @@ def judging(losses_Bs: Tensor, origin_B2: Tensor | None) -> Iterator[None]:
         _watch.judged = None
 
 
-def _report(message: str, *, fatal: bool, raises: bool) -> None:
+def report(message: str, *, fatal: bool, raises: bool) -> None:
     """Say what the rejected result was computed from, and write it if that was asked for."""
     if mpu.get_tensor_model_parallel_rank() != 0:
         if raises:
@@ -186,24 +181,21 @@ def _records_of_losses(losses_Bs: Tensor, origin_B2: Tensor | None) -> list[Samp
     """The samples with a loss that is not finite, and the first slot where that is so."""
     if origin_B2 is None:
         return []
-    P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    rank = mpu.get_context_parallel_rank()
     bad_Bs = ~torch.isfinite(losses_Bs).cpu()
     records = []
     for origin_2, losses_s, bad_s in zip(origin_B2, losses_Bs.cpu(), bad_Bs, strict=True):
         if bad_Bs.any() and not bad_s.any():
             continue  # where all are finite, it is their sum that is not
         for record in _records(origin_2[None]):
-            places = torch.nonzero(bad_s).flatten()
-            if splits_documents(get_args()):
-                cu_seqlens = record.sample["cu_seqlens"][None]
-                slots = slots_of_rank(cu_seqlens, cp_size=P, rank=r)[0].cpu()[places]
-            else:
-                slots = places + r * len(bad_s)
-            record.bad_slots = slots.sort().values.numpy()
+            sample, split = record.sample, context_parallel(get_args()).split
+            chunks = sample["part_of_chunk"].numpy() if split.gathers else None
+            slots_s = split.slots(sample["cu_seqlens"].numpy(), chunks, rank=rank)
+            record.bad_slots = np.sort(slots_s[bad_s.numpy()])
             record.losses = losses_s.numpy()
             records.append(record)
     return records
 
 
 def _say(*lines: str) -> None:
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    say(*lines, file=sys.stderr)

@@ -1,7 +1,9 @@
 """From the data loader to a micro-batch on every rank.
 
-Tensor-parallel rank 0 of every pipeline stage reads the sample; the others get it by one broadcast
-of one int32 tensor. Every stage needs the positions and documents, since its attention layers do.
+Every rank reads its own samples: those of one model replica are the same, so nothing is sent, and
+what kernels need to know on the host (lengths of documents, runs and their maxima) is there without
+waiting for the device. Every pipeline stage needs positions and documents, since its attention
+layers do.
 
 Legend: B micro-batch, S slots of a sample, P context-parallel size, s = S / P, n documents.
 """
@@ -10,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import mpu
-from megatron.training import get_args
 from torch import Tensor
 
+from megatron_anchor.attention.future_tokens import future_tokens
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_batch
-from megatron_anchor.attention.zigzag import slots_of_rank
-from megatron_anchor.packing.layout import cu_seqlens_length
-from megatron_anchor.training.arguments import splits_documents
+from megatron_anchor.attention.router_slots import router_slots, take_slots
+from megatron_anchor.attention.runs import move
+from megatron_anchor.context_parallel.split import CONTIGUOUS, SlotSplit
 
 SLOT_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 FIGURES = ("num_documents", "num_cut", "num_padding")
@@ -42,76 +44,85 @@ class MicroBatch:
     figures: dict[str, Tensor]
     """[B] int64 each: what the samples are made of, see FIGURES."""
     origin_B2: Tensor | None = None
-    """[B, 2] int64 on the CPU: dataset and number of each sample, on the ranks that read them."""
+    """[B, 2] int64 on the CPU: dataset and number of each sample."""
 
 
 def get_batch(
-    data_iterator: Iterator[dict[str, Tensor]] | None,
+    data_iterator: Iterator[dict[str, Tensor]],
     *,
-    micro_batch_size: int,
-    seq_length: int,
+    split: SlotSplit,
+    rank: int,
+    device: torch.device,
+    has_experts: bool = False,
+    prediction_depths: int = 0,
     figures: tuple[str, ...] = FIGURES,
+    pad_documents_to: int | None = None,
 ) -> MicroBatch:
-    """Read the next micro-batch and give this rank its part.
+    """Read the next micro-batch and take this rank's part of it.
 
     Args:
-        data_iterator: yields collated samples of `PackedDataset`; None on other ranks than
-            tensor-parallel rank 0.
-        micro_batch_size: B.
-        seq_length: S.
-        figures: names of the samples' figures, the same on every rank.
-
-    Returns:
-        The micro-batch on the current device. Under context parallelism a contiguous piece of the
-        sequence, or zigzag pieces of every document where Transformer Engine communicates.
+        data_iterator: yields collated samples of `PackedDataset`, on the CPU.
+        split: how slots are spread over context-parallel ranks.
+        rank: context-parallel rank.
+        device: where the model is.
+        has_experts: whether the model has routers, which must know the slots that count.
+        prediction_depths: of multi-token prediction, where this rank has its layers.
+        figures: names of the samples' figures.
+        pad_documents_to: see `AnchorPackedSeqParams`.
 
     Raises:
-        ValueError: if a document cannot be cut into the pieces that Transformer Engine needs.
+        ValueError: if a sample lacks a field, a document cannot be cut into the pieces that
+            Transformer Engine needs, or there are more documents than ``pad_documents_to``.
     """
-    columns = {name: seq_length for name in SLOT_FIELDS}
-    origin_B2 = None
-    pattern = get_args().attention_pattern
-    columns["cu_seqlens"] = cu_seqlens_length(seq_length, attention_pattern=pattern)
-    columns |= dict.fromkeys(figures, 1)
-    if mpu.get_tensor_model_parallel_rank() == 0:
-        assert data_iterator is not None
-        sample = next(data_iterator)
-        if "origin" in sample:  # also where an item is a whole micro-batch
-            origin_B2 = sample["origin"].view(-1, 2)
-        rows = [sample[name].view(micro_batch_size, -1).to(torch.int32) for name in columns]
-        table = torch.cat(rows, dim=1).cuda(non_blocking=True)
-    else:
-        table = torch.empty(
-            micro_batch_size, sum(columns.values()), dtype=torch.int32, device="cuda"
+    sample = next(data_iterator)
+    if sample["tokens"].dim() == 3:  # items were whole micro-batches (`full_validation`)
+        sample = {name: field.flatten(0, 1) for name, field in sample.items()}
+    needed = [*SLOT_FIELDS, "cu_seqlens", *figures]
+    needed += ["router_mask"] * has_experts + ["part_of_chunk"] * split.gathers
+    if missing := [name for name in needed if name not in sample]:
+        raise ValueError(
+            f"the data loader's samples have no {', '.join(missing)}: a dataset of your own must "
+            "yield the fields of PackedDataset (docs/packing.md)"
         )
-    if mpu.get_tensor_model_parallel_world_size() > 1:
-        dist.broadcast(
-            table,
-            mpu.get_tensor_model_parallel_src_rank(),
-            group=mpu.get_tensor_model_parallel_group(),
-        )
-    field = dict(zip(columns, table.split(list(columns.values()), dim=1), strict=True))
-    return _on_this_context_parallel_rank(field, seq_length, figures, origin_B2)
-
-
-def _on_this_context_parallel_rank(
-    field: dict[str, Tensor],
-    seq_length: int,
-    figures: tuple[str, ...],
-    origin_B2: Tensor | None,
-) -> MicroBatch:
-    P, r = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-    if splits_documents(get_args()):
-        slots_Bs = slots_of_rank(field["cu_seqlens"], cp_size=P, rank=r)
-        piece = {name: field[name].gather(1, slots_Bs).long() for name in SLOT_FIELDS}
-    else:
-        s = seq_length // P
-        piece = {name: field[name][:, r * s : (r + 1) * s].long() for name in SLOT_FIELDS}
+    own_slots = _own_slots(sample, split=split, rank=rank)
+    own = {name: move(take_slots(sample[name], own_slots), device) for name in SLOT_FIELDS}
+    router = None
+    if has_experts:
+        slots = router_slots(sample["router_mask"], sample["loss_mask"], own_slots=own_slots)
+        router = slots.to(device)
+    future = None
+    if prediction_depths:
+        future = future_tokens(
+            sample, depths=prediction_depths, own_slots=own_slots, has_experts=has_experts
+        ).to(device)
+    chunks = sample["part_of_chunk"].numpy() if split.gathers else ()
+    numbers = [move(sample[name].long(), device) for name in figures]
     return MicroBatch(
-        tokens=piece["tokens"],
-        labels=piece["labels"],
-        loss_mask=piece["loss_mask"].float(),
-        packed=pack_micro_batch(piece["position_ids"], field["cu_seqlens"], seq_length=seq_length),
-        figures={name: field[name].squeeze(1).long() for name in figures},
-        origin_B2=origin_B2,
+        tokens=own["tokens"],
+        labels=own["labels"],
+        loss_mask=own["loss_mask"],
+        packed=pack_micro_batch(
+            own["position_ids"],
+            sample["cu_seqlens"],
+            seq_length=sample["tokens"].shape[1],
+            part_of_chunk=[row[row >= 0] for row in chunks],
+            pad_documents_to=pad_documents_to,
+            router=router,
+            future=future,
+        ),
+        figures=dict(zip(figures, numbers, strict=True)),
+        origin_B2=sample.get("origin"),
     )
+
+
+def _own_slots(sample: dict[str, Tensor], *, split: SlotSplit, rank: int) -> slice | Tensor:
+    """What this context-parallel rank holds of the sequence: a piece, or [B, s] slots."""
+    if split.kind == CONTIGUOUS:
+        s = sample["tokens"].shape[1] // split.cp_size
+        return slice(rank * s, (rank + 1) * s)
+    chunks = sample["part_of_chunk"].numpy() if split.gathers else repeat(None)
+    rows = [
+        split.slots(borders, part_of_chunk, rank=rank)
+        for borders, part_of_chunk in zip(sample["cu_seqlens"].numpy(), chunks, strict=False)
+    ]
+    return torch.from_numpy(np.stack(rows))

@@ -5,10 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-
-def evaluates(args: Namespace) -> bool:
-    """Whether Megatron will run any validation or test."""
-    return bool(args.full_validation or args.eval_iters)
+from megatron_anchor.training.data_arguments import evaluates
 
 
 def validation_samples(args: Namespace, asked: int | None) -> int | None:

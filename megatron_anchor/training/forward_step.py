@@ -10,15 +10,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import StragglerDetector
+from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
+from megatron_anchor.context_parallel.split import CONTEXT_IMBALANCE
 from megatron_anchor.packing.balance import IMBALANCE_FIGURES
-from megatron_anchor.packing.statistics import attention_work_share, padding_share
+from megatron_anchor.packing.statistics import attention_work_share
 from megatron_anchor.training import bad_batch
+from megatron_anchor.training.arguments import model_windows
 from megatron_anchor.training.batch import FIGURES, MicroBatch, get_batch
+from megatron_anchor.training.context_parallel import context_parallel
+from megatron_anchor.windows import FULL, LayerWindows
 
 stimer = StragglerDetector()
 
@@ -27,7 +31,15 @@ SPIKE = 10
 Megatron's own programs use the same factor."""
 
 
-def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) -> tuple[Any, Any]:
+IMBALANCES = {
+    IMBALANCE_FIGURES[0]: "work imbalance in order",
+    IMBALANCE_FIGURES[1]: "work imbalance",
+    CONTEXT_IMBALANCE: "context work imbalance",
+}
+"""Figures in millionths, and their names in the log."""
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Any, Any]:
     """Run one micro-batch through this rank's part of the model.
 
     Args:
@@ -43,16 +55,18 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
     with stimer(bdata=True):
         batch = get_batch(
             data_iterator,
-            micro_batch_size=args.micro_batch_size
-            if model.training
-            else args.eval_micro_batch_size,
-            seq_length=args.seq_length,
-            # Only training samples are balanced.
-            figures=FIGURES + IMBALANCE_FIGURES * (model.training and args.balance_attention_work),
+            split=context_parallel(args).split,
+            rank=mpu.get_context_parallel_rank(),
+            device=torch.empty(0, device="cuda").device,
+            has_experts=bool(args.num_experts),
+            prediction_depths=_prediction_depths(args),
+            figures=_figures(args, training=model.training),
+            pad_documents_to=args.pad_documents_to,
         )
     bad_batch.remember(batch.origin_B2, training=model.training)
-    if model.training:
-        update_seqlen_stats_from_cu_seqlens(batch.packed.cu_seqlens_q)  # Megatron's TFLOP/s figure
+    # Megatron's TFLOP/s figure; each chunk of an interleaved pipeline sees the same batch.
+    if model.training and not get_attr_wrapped_model(model, "vp_stage"):
+        update_seqlen_stats_from_cu_seqlens(batch.packed.cu_seqlens_q)
     timers("batch-generator").stop()
     with stimer:
         output = model(
@@ -64,6 +78,20 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
             packed_seq_params=batch.packed,
         )
     return output, partial(loss_function, batch=batch, report_packing=model.training)
+
+
+def _prediction_depths(args: Any) -> int:
+    """Depths of multi-token prediction, whose layers are on the last pipeline stage."""
+    return (args.mtp_num_layers or 0) if mpu.is_pipeline_last_stage() else 0
+
+
+def _figures(args: Any, *, training: bool) -> tuple[str, ...]:
+    figures: tuple[str, ...] = FIGURES
+    if training and args.balance_attention_work:  # only training samples are balanced
+        figures += IMBALANCE_FIGURES
+    if context_parallel(args).split.gathers:
+        figures += (CONTEXT_IMBALANCE,)
+    return figures
 
 
 def loss_function(
@@ -80,7 +108,7 @@ def loss_function(
 
     Args:
         losses_Bs: [B, s] cross entropy of every slot.
-        batch: its loss mask and packing figures are read.
+        batch: its loss mask and packing figures are read, and what multi-token prediction found.
         report_packing: add the packing figures to the report (Megatron would print a perplexity
             for each of them during evaluation).
 
@@ -95,8 +123,11 @@ def loss_function(
     with bad_batch.judging(losses_Bs, batch.origin_B2):
         _check(loss, args)
     report = {"lm loss": torch.stack((loss.detach(), targets.to(loss.dtype)))}
+    if batch.packed.future is not None:
+        report |= _report_depths(batch, args)
     if report_packing:
-        report |= packing_report(batch, seq_length=args.seq_length)
+        windows = model_windows(args)
+        report |= packing_report(batch, seq_length=args.seq_length, windows=windows)
     cp_size = mpu.get_context_parallel_world_size()
     if cp_size > 1 and not args.calculate_per_token_loss:
         dist.all_reduce(targets, group=mpu.get_context_parallel_group())
@@ -104,32 +135,54 @@ def loss_function(
     return loss, targets, report
 
 
-def packing_report(batch: MicroBatch, *, seq_length: int) -> dict[str, Tensor]:
+def _report_depths(batch: MicroBatch, args: Any) -> dict[str, Tensor]:
+    """Check and report what multi-token prediction found, as [sum, count] pairs.
+
+    Names are Megatron's; its values are means of the ranks' and micro-batches' means, these weigh
+    every target alike. A batch of short documents may have none, whose loss is then said to be 0.
+    """
+    future, report = batch.packed.future, {}
+    assert future is not None
+    for number, (depth, found) in enumerate(zip(future.depths, future.found, strict=True), 1):
+        total = found.losses_Bs.float().sum()
+        targets = depth.loss_mask_Bs.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        with bad_batch.judging(found.losses_Bs, batch.origin_B2):
+            _check(total, args, what=f" of mtp_{number}", spikes=False)
+        report[f"mtp_{number} loss"] = torch.stack((total, targets))
+        if found.correct is not None:
+            report[f"mtp_{number}_acceptance_rate"] = torch.stack((100 * found.correct, targets))
+    return report
+
+
+def packing_report(
+    batch: MicroBatch, *, seq_length: int, windows: LayerWindows = FULL
+) -> dict[str, Tensor]:
     """Give the packing figures of a micro-batch as [sum, count] pairs for Megatron's log.
 
     Args:
         batch: the micro-batch.
         seq_length: S.
+        windows: of the model's layers.
 
     Returns:
         Documents per sample and how many of them are cut, share of padding slots, the share of full
-        causal attention's work that the documents leave (sum of l (l + 1) over S (S + 1)), and,
-        where the batch is balanced, the largest rank's work over the mean, before and after.
+        causal attention's work that documents and windows leave (pairs of query and key), and
+        the largest rank's work over the mean: of data-parallel ranks where the batch is balanced,
+        before and after, and of context-parallel parts where keys and values are gathered.
     """
-    figures = batch.figures
+    figures, packed = batch.figures, batch.packed
     samples = figures["num_documents"].numel()
+    work = attention_work_share(
+        packed.document_lengths, sequence_length=seq_length, windows=windows
+    )
     # Sums of each sample's share, and not of its work: Megatron adds these up in float32.
     sums = {
         "documents per sample": figures["num_documents"].sum(),
         "cut documents per sample": figures["num_cut"].sum(),
-        "padding share": padding_share(figures["num_padding"], sequence_length=seq_length).sum(),
-        "attention work": attention_work_share(
-            batch.packed.cu_seqlens_q, sequence_length=seq_length
-        ),
+        "padding share": figures["num_padding"].sum() / seq_length,
+        "attention work": torch.full((), work, device=packed.device),
     }
-    for name, log_name in zip(
-        IMBALANCE_FIGURES, ("work imbalance in order", "work imbalance"), strict=True
-    ):
+    for name, log_name in IMBALANCES.items():
         if name in figures:
             sums[log_name] = figures[name].sum() / 1e6
     return {
@@ -138,14 +191,14 @@ def packing_report(batch: MicroBatch, *, seq_length: int) -> dict[str, Tensor]:
     }
 
 
-def _check(loss: Tensor, args: Any) -> None:
+def _check(loss: Tensor, args: Any, *, what: str = "", spikes: bool = True) -> None:
     """Stop on NaN and Inf, and report spikes, through Megatron's rerun machine."""
     machine = get_rerun_state_machine()
     checks = []
     if args.check_for_nan_in_loss_and_grad:
-        checks += [(torch.isnan, "found NaN in local forward loss calculation", True)]
-        checks += [(torch.isinf, "found Inf in local forward loss calculation", True)]
-    if args.check_for_spiky_loss:
+        checks += [(torch.isnan, f"found NaN in local forward loss calculation{what}", True)]
+        checks += [(torch.isinf, f"found Inf in local forward loss calculation{what}", True)]
+    if args.check_for_spiky_loss and spikes:
         spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
         checks += [(spiky, "Spiky loss", False)]
     for rejection, message, fatal in checks:

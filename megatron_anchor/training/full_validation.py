@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,18 +73,12 @@ def whole_batches(dataset: Any, args: Namespace, *, ranks: int) -> WholeBatches:
     )
 
 
-def install(args: Namespace) -> None:
-    """Let Megatron read a whole set once; without --full-validation do nothing.
+def counting_steps(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's `build_train_valid_test_data_iterators`: a whole set is read once.
 
     It takes the number of a rank's micro-batches for the number of steps, so that a step of n
     micro-batches makes n passes: the same mean at n times the cost.
     """
-    if not args.full_validation:
-        return
-    from megatron.training import training as host
-
-    build = host.build_train_valid_test_data_iterators
-    build = getattr(build, "__wrapped__", build)
 
     @functools.wraps(build)
     def build_and_count(provider: Any) -> Any:
@@ -93,4 +88,4 @@ def install(args: Namespace) -> None:
             args.eval_iters = [count and count // each for count in args.eval_iters]
         return iterators
 
-    host.build_train_valid_test_data_iterators = build_and_count
+    return build_and_count

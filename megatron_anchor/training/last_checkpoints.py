@@ -6,13 +6,14 @@ scores of long-context tasks differ from step to step more than methods do (arXi
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.training import print_rank_0
+from megatron.training import get_args, print_rank_0
 
-from megatron_anchor import compat
+from megatron_anchor.terminal import escaped
 
 DEFAULT_EVERY = 10
 
@@ -65,15 +66,38 @@ def refusals(args: Namespace) -> Iterator[str]:
         )
 
 
-def install(args: Namespace) -> None:
-    """Let Megatron's loop save the checkpoints of --save-last too; without the flag do nothing.
+def saving_the_last(decide: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap Megatron's `checkpoint_and_decide_exit`: the checkpoints of --save-last are saved too.
 
-    Call it before `megatron.training.pretrain`, with arguments that passed `refusals`. The last
-    iteration is Megatron's own to save; the others are saved unless --save-interval does.
+    Its training loop calls it after every step; it saves by --save-interval and wherever the run
+    ends. Where another save is due, the host's own `save_checkpoint_and_time` comes first, and then
+    the function without --save, so that nothing is saved twice.
     """
-    if args.save_last is None:
-        return
-    compat.save_also(_IsDue(count=args.save_last, every=args.save_last_every or DEFAULT_EVERY))
+    from megatron.training import training as host
+
+    is_due: list[_IsDue] = []
+
+    @functools.wraps(decide)
+    def save_and_decide(
+        model, optimizer, scheduler, iteration, operations, context, train_data_iterator
+    ):
+        args = get_args()
+        if not is_due:
+            is_due.append(_IsDue(count=args.save_last, every=args.save_last_every or DEFAULT_EVERY))
+        state = (model, optimizer, scheduler)
+        rest = (operations, context, train_data_iterator)
+        if not is_due[0](args, iteration):
+            return decide(*state, iteration, *rest)
+        host.save_checkpoint_and_time(
+            iteration, *state, operations, context, train_data_iterator=train_data_iterator
+        )
+        folder, args.save = args.save, None
+        try:
+            return decide(*state, iteration, *rest)
+        finally:
+            args.save = folder
+
+    return save_and_decide
 
 
 class _IsDue:
@@ -93,11 +117,12 @@ class _IsDue:
 
 
 def _announce(steps: tuple[int, ...], folder: str, *, begun_at: int) -> None:
-    print_rank_0(f"> --save-last keeps the checkpoints {' '.join(map(str, steps))} in {folder}")
+    shown = escaped(folder)
+    print_rank_0(f"> --save-last keeps the checkpoints {' '.join(map(str, steps))} in {shown}")
     gone = [s for s in steps if s < begun_at and not Path(folder, f"iter_{s:07d}").is_dir()]
     if gone:
         print_rank_0(
-            f"> warning: the run goes on at iteration {begun_at}, and {folder} has no checkpoint "
+            f"> warning: the run goes on at iteration {begun_at}, and {shown} has no checkpoint "
             f"{' '.join(map(str, gone))}: there will be {len(steps) - len(gone)} of {len(steps)}"
         )
 
@@ -106,6 +131,6 @@ def _train_iters(args: Namespace) -> int | None:
     """T as far as the arguments tell; a growing batch size leaves it to Megatron."""
     if args.train_iters:
         return args.train_iters
-    if args.train_samples and args.rampup_batch_size is None and args.global_batch_size:
+    if args.train_samples and args.step_batch_size_schedule is None and args.global_batch_size:
         return args.train_samples // args.global_batch_size
     return None

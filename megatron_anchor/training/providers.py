@@ -12,24 +12,32 @@ from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_anchor import patches
 from megatron_anchor.attention.backends import choose_backend
 from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
+from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
+from megatron_anchor.packing import blend
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
-from megatron_anchor.packing.blend import corpora_of, use_whole_blends
+from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import choose_anchor
-from megatron_anchor.training import bad_batch, samples_read
+from megatron_anchor.training import anchor_copies, bad_batch, samples_read
 from megatron_anchor.training.arguments import (
-    context_parallel,
     document_alignment,
     interleaving,
+    model_windows,
     rope_scaling,
+    rotary_base,
+    rotary_percent,
 )
-from megatron_anchor.training.data_needs import evaluates, require_enough, validation_samples
+from megatron_anchor.training.context_parallel import context_parallel
+from megatron_anchor.training.data_arguments import evaluates
+from megatron_anchor.training.data_needs import require_enough, validation_samples
 from megatron_anchor.training.full_validation import whole_batches
+from megatron_anchor.training.latent_rules import is_latent
 from megatron_anchor.training.same_data import require_same_data
-from megatron_anchor.training.validation import attention_request, head_dim
+from megatron_anchor.training.validation import attention_request, gather_memory, rotary_dim
 
 
 def anchor_token_id(args: Namespace, tokenizer: Any) -> int:
@@ -72,10 +80,10 @@ def token_id(tokenizer: Any, *names: str) -> int | None:
 def rotary_settings(args: Namespace) -> RotarySettings:
     """Read the rotation's settings from Megatron's arguments."""
     return RotarySettings(
-        head_dim=head_dim(args),
-        base=float(args.rotary_base),
-        fraction=args.rotary_percent,
-        interleaved=args.rotary_interleaved,
+        head_dim=rotary_dim(args),
+        base=rotary_base(args),
+        fraction=rotary_percent(args),
+        interleaved=args.rotary_interleaved or is_latent(args),
         scaling=rope_scaling(args),
         max_position_embeddings=args.max_position_embeddings,
         angle_dtype=args.rope_angle_dtype,
@@ -93,15 +101,29 @@ def model_config(args: Namespace) -> Any:
         f"> attention pattern {args.attention_pattern}, RoPE base {rotary.base:g}, rotation in "
         f"float32 (angles {rotary.angle_dtype})\n> {choice.explain()}"
     )
+    for warning in anchor_copies.warnings(args):
+        print_rank_0(f"> warning: {warning}")
+    split = context_parallel(args)
+    if args.context_parallel_size > 1:
+        print_rank_0(f"> {split.explain()}")
     config = gpt_config_from_args(args)
     config.position_embedding_type = "none"
     config.transformer_layer_spec = layer_spec_provider(
         rotary=rotary,
         backend=choice.name,
         precision=args.attention_precision,
-        context_parallel=context_parallel(args),
+        context_parallel=split.kind,
+        gather_memory=gather_memory_limit(args),
+        anchor_in_window=args.anchor_in_window,
     )
     return config
+
+
+def gather_memory_limit(args: Namespace) -> int:
+    """Bytes of --kv-gather-memory-mib; by default enough for one key/value head."""
+    if args.kv_gather_memory_mib is not None:
+        return args.kv_gather_memory_mib << 20
+    return max(GATHER_LIMIT, gather_memory(args).least())
 
 
 def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
@@ -136,6 +158,8 @@ def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
         domain_tags=args.domain_tags,
         domain_tag_format=args.domain_tag_format,
         interleaving=interleaving(args),
+        attention_windows=model_windows(args),
+        context_parts=context_parallel(args).split.parts,
         pad_token_id=pad if pad is not None and pad < tokenizer.vocab_size else 0,
         vocab_size=tokenizer.vocab_size,
     )
@@ -188,7 +212,7 @@ def balancing(args: Namespace) -> Balancing | None:
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build train, validation and test datasets on tensor-parallel rank 0 of every stage.
+    """Build train, validation and test datasets on every rank.
 
     Args:
         num_samples: samples of each split, by Megatron.
@@ -199,19 +223,17 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     """
     args = get_args()
     config = dataset_config(args, get_tokenizer())
-    reads = mpu.get_tensor_model_parallel_rank() == 0
     needed = [num_samples[0], validation_samples(args, num_samples[1]), num_samples[2]]
-    use_whole_blends()
+    patches.apply(blend.PATCH)
     print_rank_0(f"> packing documents behind anchor token {config.anchor_token_id} ...")
     train, valid, test = BlendedMegatronDatasetBuilder(
         PackedDataset,
         needed,
-        lambda: reads,
+        lambda: True,
         config,
     ).build()
     require_same_data([train, valid, test], config)
-    if reads:
-        require_enough(train, valid, test, args=args, needed=needed)
+    require_enough(train, valid, test, args=args, needed=needed)
     if not evaluates(args):
         valid = test = None  # Megatron's loaders refuse sets that are empty or were read before
     if args.full_validation:

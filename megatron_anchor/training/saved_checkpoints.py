@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_anchor.compat import TRACKER
+from megatron_anchor.shell_words import quoted
+from megatron_anchor.whole_files import replacing_text
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
 
@@ -32,37 +35,55 @@ def whole_checkpoints(folder: str | Path) -> list[int]:
 
 
 def refusals(args: Namespace) -> Iterator[str]:
-    """Say why --load cannot be followed; Megatron ends with status 0 there, or a traceback."""
-    if not args.load:
+    """Say why --load or --pretrained-checkpoint cannot be followed.
+
+    Megatron ends with status 0 there, with a traceback, or trains from random weights.
+    """
+    pretrained = getattr(args, "pretrained_checkpoint", None)
+    step = getattr(args, "ckpt_step", None)
+    if pretrained and (not args.load or tracked_iteration(args.load) is None):
+        yield from _not_to_be_loaded("--pretrained-checkpoint", pretrained, step)
+    elif args.load:
+        yield from _not_to_be_loaded("--load", args.load, step)
+
+
+def _not_to_be_loaded(flag: str, folder: str, step: int | None) -> Iterator[str]:
+    if Path(folder, "metadata.json").is_file():
+        above, name = os.path.split(os.path.normpath(folder))
+        number = _FOLDER.fullmatch(name)
+        remedy = f"{flag} {quoted(above or '.')}" + (
+            f" --ckpt-step {int(number[1])}" if number else ""
+        )
+        yield f"{flag} {folder} is the folder of one iteration: give {remedy}"
         return
-    tracked = tracked_iteration(args.load)
-    if tracked in (None, "release"):
+    tracked = tracked_iteration(folder)
+    if tracked == "release" or (tracked is None and not step):
         return
-    tracker = Path(args.load, TRACKER)
-    whole = ", ".join(map(str, whole_checkpoints(args.load))) or "none"
+    tracker = Path(folder, TRACKER)
+    whole = ", ".join(map(str, whole_checkpoints(folder))) or "none"
     remedy = f"write the iteration of a whole checkpoint into it (whole are: {whole})"
-    if not tracked.isdecimal():
+    if tracked is not None and not tracked.isdecimal():
         yield (
-            f"--load {args.load}: {tracker} holds {tracked!r}, expected the number of an iteration "
+            f"{flag} {folder}: {tracker} holds {tracked!r}, expected the number of an iteration "
             f"(was a job killed while it was written?): {remedy}, or remove it to begin anew"
         )
-    elif not Path(args.load, f"iter_{int(tracked):07d}").is_dir():
+    elif step and not Path(folder, f"iter_{step:07d}").is_dir():
+        yield f"--ckpt-step {step}: {folder} has no such iteration (whole are: {whole})"
+    elif not step and not Path(folder, f"iter_{int(tracked or 0):07d}").is_dir():
         yield (
-            f"--load {args.load}: {tracker} names iteration {tracked}, which has no folder there: "
+            f"{flag} {folder}: {tracker} names iteration {tracked}, which has no folder there: "
             f"{remedy}"
         )
 
 
-def explain_failed_saves() -> None:
-    """Let a failed save of Megatron's training loop end with what is left, and what to do.
+def explaining_failures(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the `save_checkpoint` of Megatron's loop: a failure says what is left, and what to do.
 
     The errors of its writers do not say that a disk is full. Without --save nothing is saved:
     Megatron's rerun machine asks for a checkpoint all the same before it ends with its status.
     """
     from megatron.training import training as host
     from torch.distributed.checkpoint.api import CheckpointException  # no Exception
-
-    original = getattr(host.save_checkpoint, "original", host.save_checkpoint)
 
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -75,8 +96,7 @@ def explain_failed_saves() -> None:
         except (Exception, CheckpointException) as error:
             raise RuntimeError(failed_save(folder, iteration, error)) from error
 
-    save_checkpoint.original = original  # type: ignore[attr-defined]
-    host.save_checkpoint = save_checkpoint
+    return save_checkpoint
 
 
 def failed_save(folder: str, iteration: int, error: BaseException) -> str:
@@ -87,12 +107,12 @@ def failed_save(folder: str, iteration: int, error: BaseException) -> str:
     # Writers wrap what went wrong in errors of their own, which may all be a full disk.
     full = not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "make room" if full else "remove the cause"
-    whole = "release" if tracked == "release" else f"of iteration {tracked}"
+    whole, again = "release" if tracked == "release" else f"of iteration {tracked}", quoted(folder)
     kept = (
         f"The checkpoint {whole} is whole: {remedy} and start the same command "
-        f"again with --load {folder}."
+        f"again with --load {again}."
         if tracked
-        else f"No checkpoint was saved there before: {remedy}, or choose another --save {folder}."
+        else f"No checkpoint was saved there before: {remedy}, or choose another --save {again}."
     )
     unfinished = Path(folder, f"iter_{iteration:07d}")
     return (
@@ -106,3 +126,23 @@ def failed_save(folder: str, iteration: int, error: BaseException) -> str:
 def _nearest(folder: Path) -> Path:
     """The folder, or the innermost one above it that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+class WholeTrackers:
+    """Megatron's access to files, but for writing trackers in a local folder.
+
+    Megatron truncates the tracker and then writes, and ends with status 0 where it finds it empty.
+    """
+
+    def __init__(self, host: Any) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+    def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        """Open a file as Megatron does; a tracker that is written replaces the old one at once."""
+        folder, name = os.path.split(str(path))
+        if mode == "w" and name == TRACKER and os.path.isdir(folder):
+            return replacing_text(path)
+        return self._host.open(path, mode, *args, **kwargs)

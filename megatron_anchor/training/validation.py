@@ -13,60 +13,35 @@ import torch
 from megatron_anchor import compat
 from megatron_anchor.attention import ulysses
 from megatron_anchor.attention.backends import AttentionRequest, choose_backend, this_hardware
-from megatron_anchor.attention.backends.te_rules import FIRST_VERSION
+from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE
+from megatron_anchor.attention.gather import Memory
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
+from megatron_anchor.attention.router import unsupported_reasons
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
-from megatron_anchor.training import last_checkpoints, saved_checkpoints
+from megatron_anchor.terminal import say
+from megatron_anchor.training import (
+    data_arguments,
+    host_flags,
+    last_checkpoints,
+    latent_rules,
+    multi_token_rules,
+    run_rules,
+    saved_checkpoints,
+)
 from megatron_anchor.training.arguments import (
-    context_parallel,
     document_alignment,
     interleaving,
+    model_windows,
     rope_scaling,
-    splits_documents,
+    rotary_base,
+    rotary_percent,
+    settle,
 )
-
-UNSUPPORTED_FLAGS = {
-    "multi_latent_attention": "--multi-latent-attention: MLA rotates only a part of each key and "
-    "shares it between heads, which this attention module does not do; train such a model with "
-    "Megatron's own pretrain_gpt.py",
-    "mtp_num_layers": "--mtp-num-layers: multi-token prediction builds its own stock attention, "
-    "which would ignore document boundaries without a word",
-    "sft": "--sft: its dataset packs by itself; use a plain .bin/.idx corpus",
-    "fim_data": "--fim-data: fill-in-the-middle rewrites samples after packing",
-    "mock_data": "--mock-data: packing needs real documents; `make demo` builds a small corpus",
-    "hybrid_context_parallel": "--hybrid-context-parallel: use --context-parallel-size with "
-    "--cp-comm-type a2a",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking: "
-    "--attention-pattern intra-document-reset is that mask, with right positions under context "
-    "parallelism",
-    "reset_position_ids": "--reset-position-ids: use --attention-pattern intra-document-reset",
-    "reset_attention_mask": "--reset-attention-mask: use --attention-pattern intra-document",
-    "spec": "--spec: the layer spec is ours; in your own program take "
-    "megatron_anchor.attention.layer_spec.anchor_block_spec",
-    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path: layers of different "
-    "shapes have their own layer spec",
-    "experimental_attention_variant": "--experimental-attention-variant: it would replace this "
-    "package's attention",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm: its schedule does not "
-    "pass packed documents on to the layers",
-    "window_size": "--window-size: sliding-window attention is not implemented",
-    "log_max_attention_logit": "--log-max-attention-logit: the kernels do not report logits",
-    "qk_clip": "--qk-clip: the kernels do not report logits",
-    "yaml_cfg": "--yaml-cfg: pass the arguments on the command line",
-    "use_megatron_fsdp": "--use-megatron-fsdp: never run with packed documents; use "
-    "--use-distributed-optimizer",
-    "use_torch_fsdp2": "--use-torch-fsdp2: never run with packed documents; use "
-    "--use-distributed-optimizer",
-    "dataloader_fast_cache_load": "--dataloader-fast-cache-load: it opens the caches of Megatron's "
-    "own dataset unseen; packed datasets check theirs",
-    "dataloader_defer_npy_index_mmap": "--dataloader-defer-npy-index-mmap: packed datasets open "
-    "their index at first use anyway",
-    "per_dataset_sequences_path": "--per-dataset-sequences-path: it saves Megatron's own dataset "
-    "from reading the .idx files; packed datasets read and check them",
-    "perform_rl_step": "--perform-rl-step: reinforcement learning has its own data path",
-}
-"""Flag (as in Megatron's namespace) to the reason why it is refused when it is set."""
+from megatron_anchor.training.context_parallel import context_parallel
+from megatron_anchor.training.context_parallel import refusals as context_refusals
+from megatron_anchor.training.latent_rules import is_latent
+from megatron_anchor.windows import FULL
 
 
 def refusals(args: Namespace) -> list[str]:
@@ -82,7 +57,13 @@ def refusals(args: Namespace) -> list[str]:
 
 
 def require_supported(args: Namespace) -> None:
-    """Refuse unsupported arguments.
+    """Refuse unsupported arguments; say on rank 0 which of Megatron's change nothing here.
+
+    What was said in two ways has one afterwards: the RoPE base stands in ``args.rotary_base``
+    alone, and the length in ``args.seq_length``, as checkpoints will record them.
+
+    Args:
+        args: Megatron's namespace with our flags, before or after Megatron's own validation.
 
     Raises:
         ValueError: with all reasons at once.
@@ -92,6 +73,15 @@ def require_supported(args: Namespace) -> None:
         raise ValueError(
             "megatron_anchor cannot run with these arguments:\n  - " + "\n  - ".join(reasons)
         )
+    if not compat.is_validated(args):
+        settle(args)
+        _say_what_has_no_effect(args)
+
+
+def _say_what_has_no_effect(args: Namespace) -> None:
+    found = host_flags.without_effect(args)
+    if found and args.rank == 0:
+        say("> these arguments have no effect here:", *(f">   {reason}" for reason in found))
 
 
 def attention_request(args: Namespace) -> AttentionRequest:
@@ -99,17 +89,22 @@ def attention_request(args: Namespace) -> AttentionRequest:
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     if args.attention_precision == "fp32":
         dtype = torch.float32
-    kinds = tuple(args.cp_comm_type) if args.context_parallel_size > 1 else ()
+    split = context_parallel(args)
+    kinds = split.comm_types if args.context_parallel_size > 1 else ()
     tp, sizes = args.tensor_model_parallel_size, args.hierarchical_context_parallel_sizes
     return AttentionRequest(
         head_dim=head_dim(args),
+        value_dim=value_dim(args),
         dtype=dtype,
+        window=_has_windows(args),
+        anchor_in_window=args.anchor_in_window and _has_windows(args),
+        sink=args.softmax_type != "vanilla",
         query_heads=max(1, args.num_attention_heads // tp),
         kv_heads=max(1, _query_groups(args) // tp),
         document_alignment=document_alignment(args),
         context_parallel_size=args.context_parallel_size,
         context_parallel_kinds=kinds,
-        context_parallel=context_parallel(args),
+        context_parallel=split.kind,
         a2a_size=sizes[0] if sizes else None,
         preferred=getattr(args.attention_backend, "name", args.attention_backend),
         dropout=args.attention_dropout,
@@ -118,15 +113,33 @@ def attention_request(args: Namespace) -> AttentionRequest:
     )
 
 
+def _has_windows(args: Namespace) -> bool:
+    return bool(args.window_size) and model_windows(args) != FULL
+
+
 def head_dim(args: Namespace) -> int:
-    """Dimensions of an attention head: --kv-channels, else hidden size / heads."""
+    """Dimensions of a head's query and key: --kv-channels, else hidden size / heads.
+
+    With multi-latent attention those with and those without positions.
+    """
+    if is_latent(args):
+        return args.qk_head_dim + args.qk_pos_emb_head_dim
     return args.kv_channels or args.hidden_size // args.num_attention_heads
 
 
-def _unsupported_flags(args: Namespace) -> Iterator[str]:
-    for name, reason in UNSUPPORTED_FLAGS.items():
-        if getattr(args, name, None) not in (None, False):
-            yield reason
+def value_dim(args: Namespace) -> int:
+    """Dimensions of a head's value."""
+    return args.v_head_dim if is_latent(args) else head_dim(args)
+
+
+def rotary_dim(args: Namespace) -> int:
+    """Dimensions of a head in which its rotation lies, all of them or a part."""
+    return args.qk_pos_emb_head_dim if is_latent(args) else head_dim(args)
+
+
+def _host_flags(args: Namespace) -> Iterator[str]:
+    if not compat.is_validated(args):
+        yield from host_flags.refusals(args)
 
 
 def _pattern(args: Namespace) -> Iterator[str]:
@@ -137,7 +150,8 @@ def _pattern(args: Namespace) -> Iterator[str]:
 
 
 def _positions(args: Namespace) -> Iterator[str]:
-    kind = args.position_embedding_type
+    # The old switch wins over the type, as in Megatron's validation.
+    kind = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
     if kind == "yarn":
         yield (
             "--position-embedding-type yarn: pass --position-embedding-type rope and "
@@ -149,24 +163,36 @@ def _positions(args: Namespace) -> Iterator[str]:
             "--position-embedding-type rope (learned_absolute is Megatron's default)"
         )
     try:
-        scaling = rope_scaling(args)
+        scaling, base, fraction = rope_scaling(args), rotary_base(args), rotary_percent(args)
         if next(_shape(args), None) is None:
             settings = RotarySettings(
-                head_dim=head_dim(args),
-                fraction=args.rotary_percent,
+                head_dim=rotary_dim(args),
+                base=base,
+                fraction=fraction,
                 scaling=scaling,
                 max_position_embeddings=args.max_position_embeddings or 0,
             )
             if scaling:
-                inverse_frequencies(settings, seq_length=args.seq_length)
+                inverse_frequencies(settings, seq_length=_length(args))
     except ValueError as error:
         yield str(error)
 
 
 def _shape(args: Namespace) -> Iterator[str]:
-    for name in ("hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
-        if getattr(args, name) is None:
+    for name, other in (
+        ("num_layers", "encoder_num_layers"),
+        ("hidden_size", None),
+        ("num_attention_heads", None),
+        ("seq_length", "encoder_seq_length"),
+        ("micro_batch_size", None),
+    ):
+        if getattr(args, name) is None and getattr(args, other or name) is None:
             yield f"--{name.replace('_', '-')} is missing"
+
+
+def _length(args: Namespace) -> int:
+    """Slots of a sample; Megatron knows them by two names."""
+    return args.seq_length or args.encoder_seq_length
 
 
 def _divisibility(args: Namespace) -> Iterator[str]:
@@ -176,12 +202,12 @@ def _divisibility(args: Namespace) -> Iterator[str]:
     heads, groups = args.num_attention_heads, _query_groups(args)
     pieces = cp * (tp if args.sequence_parallel else 1)
     unit = 2 * pieces if cp > 1 else pieces  # Megatron itself insists on the factor 2
-    if args.seq_length % unit:
+    if _length(args) % unit:
         yield (
-            f"--seq-length {args.seq_length} is not a multiple of {unit} (context parallel {cp}"
+            f"--seq-length {_length(args)} is not a multiple of {unit} (context parallel {cp}"
             + (" x 2" if cp > 1 else "")
             + (f" x tensor parallel {tp}" if args.sequence_parallel else "")
-            + f"); the next lower multiple is {args.seq_length // unit * unit}"
+            + f"); the next lower multiple is {_length(args) // unit * unit}"
         )
     if args.kv_channels is None and args.hidden_size % heads:
         yield (
@@ -199,35 +225,70 @@ def _divisibility(args: Namespace) -> Iterator[str]:
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must be a "
             "multiple of the other"
         )
-    elif (cp > 1 and not splits_documents(args)) and (
-        reason := ulysses.why_not(
-            query_heads=heads // tp, kv_heads=max(1, groups // tp), cp_size=cp
-        )
-    ):
-        yield reason
+    elif cp > 1 and next(context_refusals(args), None) is None:
+        split = context_parallel(args)
+        if split.kind != TRANSFORMER_ENGINE and (
+            reason := ulysses.why_not(
+                query_heads=heads // tp, kv_heads=max(1, groups // tp), cp_size=split.heads_ranks
+            )
+        ):
+            yield reason
 
 
 def _query_groups(args: Namespace) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
 
 
-def _context_parallel_kinds(args: Namespace) -> Iterator[str]:
-    kinds, layers = args.cp_comm_type, args.num_layers
-    if layers is not None and len(kinds) not in (1, layers):
+def _windows(args: Namespace) -> Iterator[str]:
+    size, frequency = args.window_size, args.window_attn_skip_freq
+    if not size:
+        if frequency is not None:
+            yield "--window-attn-skip-freq has no effect without --window-size"
+        if args.anchor_in_window:
+            yield "--anchor-in-window has no effect without --window-size"
+        return
+    if len(size) != 2 or size[0] < -1 or size[1] not in (0, -1):
         yield (
-            f"--cp-comm-type {' '.join(kinds)}: {len(kinds)} kinds for {layers} layers; give one "
-            "for all of them, or one a layer (--num-layers)"
+            f"--window-size {','.join(map(str, size))}: expected W-1,0 for a causal window of W "
+            "keys, the query's own included"
         )
-    for kind in dict.fromkeys(kinds):
-        if kind not in FIRST_VERSION:
-            yield (
-                f"unknown --cp-comm-type {kind!r}: expected one of {', '.join(FIRST_VERSION)}"
-                + ("; write it all_gather" if kind == "allgather" else "")
-            )
+    if isinstance(frequency, list) and args.num_layers and len(frequency) != args.num_layers:
+        yield (
+            f"--window-attn-skip-freq {frequency}: {len(frequency)} entries for --num-layers "
+            f"{args.num_layers}; give one per layer"
+        )
+    if args.anchor_in_window and args.attention_pattern != "anchor":
+        yield f"--anchor-in-window is for --attention-pattern anchor, got {args.attention_pattern}"
+
+
+def _gather_memory(args: Namespace) -> Iterator[str]:
+    limit = args.kv_gather_memory_mib
+    if limit is None or next(_shape(args), None) or next(context_refusals(args), None):
+        return
+    if context_parallel(args).keys_ranks == 1:
+        yield (
+            f"--kv-gather-memory-mib {limit} has no effect here: keys and values are gathered "
+            "under --cp-comm-type gather and a2a+gather"
+        )
+    elif limit << 20 < (least := gather_memory(args).least()):
+        yield (
+            f"--kv-gather-memory-mib {limit}: a single key/value head needs "
+            f"{-(-least >> 20)} MiB at --seq-length {args.seq_length}; give at least that, or "
+            "leave the flag out"
+        )
+
+
+def gather_memory(args: Namespace) -> Memory:
+    """What gathered keys and values take."""
+    slots = args.seq_length * args.micro_batch_size
+    itemsize = attention_request(args).dtype.itemsize
+    width = head_dim(args) + value_dim(args)
+    return Memory(slots=slots, longest=args.seq_length, width=width, itemsize=itemsize)
 
 
 def _backend(args: Namespace) -> Iterator[str]:
-    if next(_shape(args), None) or next(_context_parallel_kinds(args), None):
+    rules = (_shape, context_refusals, _windows)
+    if any(next(rule(args), None) for rule in rules):
         return
     try:
         choose_backend(args.anchor_attention_backend, attention_request(args))
@@ -242,10 +303,6 @@ def _host_features(args: Namespace) -> Iterator[str]:
             "--eval-interval is missing: Megatron needs it even with --eval-iters 0; any number "
             "larger than --train-iters will do"
         )
-    if args.full_validation and not args.multiple_validation_sets:
-        yield "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets with it"
-    if args.multiple_validation_sets and not args.full_validation:
-        yield "--multiple-validation-sets: Megatron 0.19.2 needs --full-validation with it"
     if args.full_validation and (
         args.num_layers_per_virtual_pipeline_stage
         or args.num_virtual_stages_per_pipeline_rank
@@ -261,25 +318,19 @@ def _host_features(args: Namespace) -> Iterator[str]:
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "
             "pip install 'megatron-anchor[te]', or use --transformer-impl local"
         )
-    if args.fp8 and args.transformer_impl != "transformer_engine":
-        yield f"--fp8-format {args.fp8}: only --transformer-impl transformer_engine has FP8 layers"
-    if getattr(args, "softmax_type", "vanilla") != "vanilla":
-        yield f"--softmax-type {args.softmax_type}: the kernels have no sink logit"
-    if getattr(args, "cuda_graph_impl", "none") != "none":
-        yield (
-            f"--cuda-graph-impl {args.cuda_graph_impl}: the number of documents changes with every "
-            "sample, a captured graph cannot follow"
-        )
-    if args.transformer_impl == "inference_optimized":
-        yield "--transformer-impl inference_optimized is for inference"
+
+
+def _experts(args: Namespace) -> Iterator[str]:
+    if args.num_experts:
+        yield from unsupported_reasons(args)
 
 
 def _packing(args: Namespace) -> Iterator[str]:
     """What PackedDatasetConfig would refuse too, before anything is set up."""
     alignment = document_alignment(args)
-    if alignment < 1 or (args.seq_length and args.seq_length % alignment):
+    if alignment < 1 or (_length(args) and _length(args) % alignment):
         yield (
-            f"--document-alignment {alignment}: --seq-length {args.seq_length} must be a multiple "
+            f"--document-alignment {alignment}: --seq-length {_length(args)} must be a multiple "
             "of it"
         )
     if args.anchor_position < 0:
@@ -311,25 +362,18 @@ def _packing(args: Namespace) -> Iterator[str]:
         )
 
 
-def _blend(args: Namespace) -> Iterator[str]:
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for entry in getattr(args, name, None) or ():
-            try:
-                weight = float(entry)
-            except ValueError:
-                continue
-            if weight <= 0:
-                flag = f"--{name.replace('_', '-')}"
-                yield f"{flag} gives the weight {entry}: expected above 0; leave that corpus out"
-
-
 def _balance(args: Namespace) -> Iterator[str]:
     if not args.balance_attention_work:
         return
-    if args.rampup_batch_size is not None:
+    if args.step_batch_size_schedule is not None:
         yield (
             "--balance-attention-work orders the samples of batches of one size; leave out "
-            "--rampup-batch-size"
+            "--step-batch-size-schedule"
+        )
+    if args.decrease_batch_size_if_needed:
+        yield (
+            "--balance-attention-work orders the samples of batches of one size; leave out "
+            "--decrease-batch-size-if-needed"
         )
     if args.dataloader_type not in (None, "single"):
         yield (
@@ -351,16 +395,22 @@ def _bad_batch(args: Namespace) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
-    _unsupported_flags,
+    _host_flags,
     _pattern,
     _positions,
     _shape,
     _divisibility,
-    _context_parallel_kinds,
+    context_refusals,
+    _windows,
+    _gather_memory,
     _backend,
     _host_features,
+    latent_rules.refusals,
+    multi_token_rules.refusals,
+    _experts,
     _packing,
-    _blend,
+    data_arguments.refusals,
+    run_rules.refusals,
     _balance,
     _bad_batch,
     saved_checkpoints.refusals,

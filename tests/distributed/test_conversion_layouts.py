@@ -10,16 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
 from megatron_anchor.checkpoint.megatron_model import gpt_model, load_weights
+from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.to_megatron import ARGS_FILE, convert_to_megatron
+from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint
 from tests import tiny_llama
 from tests.conversion_models import MODELS, hugging_face_model, weights_of
 from tests.distributed.pretraining import TRAINING, read_scalars
 from tests.distributed.ranks import run_ranks
 
-S = 64
+S, ROWS = 64, 256
 LAYOUTS = {
     1: {"TP1": (1, 1, None, 1)},
     2: {
@@ -46,9 +47,12 @@ def logits_of_rank(layouts, folders):
         mpu.initialize_model_parallel(tp, pp, vpp, expert_model_parallel_size=ep)
         model_parallel_cuda_manual_seed(1)
         for name, folder in folders.items():
-            model = model_of(read_config(folder / "hugging_face"))
+            with Files() as files:
+                args = TorchDistCheckpoint(folder / "release", files).args()
             stages = [None] if vpp is None else list(range(vpp))
-            chunks = [gpt_model(model, dtype=torch.float32, vp_stage=stage) for stage in stages]
+            chunks = [
+                gpt_model(args, rows=ROWS, dtype=torch.float32, vp_stage=stage) for stage in stages
+            ]
             load_weights(chunks, folder / "release")
             for chunk in chunks:
                 chunk.eval()

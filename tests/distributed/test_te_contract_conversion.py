@@ -23,25 +23,19 @@ def asked_and_loaded(folders):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_anchor.checkpoint import megatron_model
-    from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
     from megatron_anchor.checkpoint.rows import Files, read_tensor
     from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint
 
-    local = megatron_model.transformer_config
-
-    def config_of(*args, **kwargs):
-        config = local(*args, **kwargs)
-        config.transformer_impl = "transformer_engine"
-        return config
-
-    megatron_model.transformer_config = config_of
     dist.init_process_group(backend="gloo")
     mpu.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     found = {}
     for name, folder in folders.items():
-        model = model_of(read_config(folder / "hugging_face"))
-        gpt = megatron_model.gpt_model(model, dtype=torch.float32)
+        with Files() as files:
+            args = TorchDistCheckpoint(folder / "release", files).args()
+        gpt = megatron_model.gpt_model(
+            args, rows=256, dtype=torch.float32, target="transformer_engine"
+        )
         megatron_model.load_weights(gpt, folder / "release")
         asked = gpt.sharded_state_dict()
         apply_factories(asked)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_anchor.attention.packed import pack_micro_batch
 from megatron_anchor.attention.rope import RotarySettings, cos_and_sin, inverse_frequencies, rotate
-from megatron_anchor.attention.zigzag import slots_of_rank
+from megatron_anchor.context_parallel.split import slots_in_zigzag
 from tests import te_stand_in
 from tests.distributed.ranks import run_ranks
 from tests.oracle import dense_attention, document_mask, gradients
@@ -89,7 +90,8 @@ def on_this_rank(
     if kind == "ulysses":
         slots = torch.arange(S).expand(2, S).chunk(ranks, 1)[dist.get_rank()]
     else:
-        slots = slots_of_rank(cu_seqlens, cp_size=ranks, rank=dist.get_rank())
+        rows = [slots_in_zigzag(row, cp_size=ranks) for row in cu_seqlens.numpy()]
+        slots = torch.from_numpy(np.stack(rows)[:, dist.get_rank()])
     index = slots.t()[..., None, None]
     leaves = [x.gather(0, index.expand(-1, -1, *x.shape[2:])).requires_grad_() for x in (q, k, v)]
     packed = pack_micro_batch(positions.gather(1, slots), cu_seqlens, seq_length=S)
@@ -195,7 +197,7 @@ def test_ragged_documents_would_be_wrong_and_are_refused_before():
     with pytest.raises(
         ValueError, match="document 0 of the sample has 5 slots, not a multiple of 4"
     ):
-        slots_of_rank(torch.tensor([[0, 5, 8]]), cp_size=2, rank=0)
+        slots_in_zigzag(np.array([0, 5, 8]), cp_size=2)
 
 
 def test_the_oracle_tells_wrong_pieces_apart():

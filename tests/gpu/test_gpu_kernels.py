@@ -116,7 +116,7 @@ def test_kernel_stays_at_the_error_floor(name, documents, heads, head_dim, dtype
     truth = gradients(dense, [x.double() for x in (q, k, v)], upstream.double())
     floor = gradients(dense, [q, k, v], upstream)
     ours = gradients(
-        lambda *x: attend(*x, packed=packed, scale=scale, dropout=0.0), [q, k, v], upstream
+        lambda *x: attend(*x, runs=packed.runs(), scale=scale, dropout=0.0), [q, k, v], upstream
     )
     judge(name, ours, floor, truth, dtype)
 
@@ -127,43 +127,9 @@ def test_documents_do_not_see_each_other(name):
     attend = kernel(name, heads=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, scale=128**-0.5)
     packed = packed_documents([130, 70, 200])
     q, k, v = (torch.randn(400, n, 128, device="cuda").bfloat16() for n in (4, 2, 2))
-    before = attend(q, k, v, packed=packed, scale=128**-0.5, dropout=0.0)
+    before = attend(q, k, v, runs=packed.runs(), scale=128**-0.5, dropout=0.0)
     for x in (q, k, v):
         x[:130] = torch.randn_like(x[:130])
-    after = attend(q, k, v, packed=packed, scale=128**-0.5, dropout=0.0)
+    after = attend(q, k, v, runs=packed.runs(), scale=128**-0.5, dropout=0.0)
     assert torch.equal(before[130:], after[130:])
     assert not torch.equal(before[:130], after[:130])
-
-
-def test_shared_anchor_equals_copies_in_flex():
-    """Forward and backward; the copies' gradients add up in the one anchor."""
-    attend = kernel("flex", heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, scale=0.125)
-    own = [400, 300, 324]  # slots of the documents in the shared form, the anchor among the first
-    lengths = [own[0], own[1] + 1, own[2] + 1]
-    heads_of_copies = [0, lengths[0], lengths[0] + lengths[1]]
-    keep = torch.ones(sum(lengths), dtype=torch.bool)
-    keep[heads_of_copies[1:]] = False
-    copies = packed_documents(lengths)
-    cu_seqlens = torch.tensor([[0, *own]]).cumsum(1).cuda()
-    S = sum(own)
-    shared = pack_micro_batch(
-        torch.zeros(1, S).cuda(), cu_seqlens, seq_length=S, shared_anchor=True
-    )
-    one = [torch.randn(S, n, 64, device="cuda") for n in (4, 2, 2)]
-    source = torch.zeros(sum(lengths), dtype=torch.int64)
-    source[keep] = torch.arange(S)
-    upstream = torch.randn(S, 4, 64, device="cuda")
-    spread = torch.zeros(sum(lengths), 4, 64, device="cuda")
-    spread[keep] = upstream
-
-    def replicated(*x):
-        return attend(*(y[source] for y in x), packed=copies, scale=0.125, dropout=0.0)
-
-    def single(*x):
-        return attend(*x, packed=shared, scale=0.125, dropout=0.0)
-
-    expected, expected_grads = gradients(replicated, one, spread)
-    got, grads = gradients(single, one, upstream)
-    assert torch.allclose(got, expected[keep], atol=1e-4)
-    for ours, theirs in zip(grads, expected_grads, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-3)

@@ -39,7 +39,7 @@ def train(arguments):
     def keep(*args, **kwargs):
         batch = get_batch(*args, **kwargs)
         fields = (batch.tokens, batch.labels, batch.loss_mask, batch.packed.position_ids_Bs)
-        seen.append(([x[0].clone() for x in fields], list(batch.packed.document_lengths)))
+        seen.append(([x[0].clone() for x in fields], batch.packed.document_lengths.tolist()))
         return batch
 
     forward_step.get_batch = keep

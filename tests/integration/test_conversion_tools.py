@@ -110,6 +110,37 @@ def test_one_flipped_bit_fails_the_verification_and_names_the_tensor(model, tmp_
     assert "FAILED" in said
 
 
+def test_an_argument_that_the_family_cannot_say_is_left_out_only_on_demand(model, tmp_path, capsys):
+    import torch
+
+    from megatron_anchor.checkpoint.rows import Files
+    from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint
+
+    megatron = tmp_path / "megatron"
+    convert_to_megatron(model / "hf", megatron, progress=False)
+    with Files() as files:
+        state = TorchDistCheckpoint(megatron / "release", files).common_state()
+    state["args"].window_size, state["args"].of_our_fork = [7, 0], "x"
+    torch.save(state, megatron / "release/common.pt")
+    words = ("--megatron", megatron, "--out", tmp_path / "back", "--no-progress")
+    said = run(capsys, cli_to_hugging_face, *words, expect=1)
+    assert "window_size [7, 0] (sliding windows; expected None)" in said
+    assert said.endswith("--ignore-arguments of_our_fork window_size\n")
+    said = run(capsys, cli_to_hugging_face, *words, "--ignore-arguments", "of_our_fork", expect=1)
+    assert "of_our_fork" not in said
+    both = ("--ignore-arguments", "window_size", "of_our_fork")
+    said = run(capsys, cli_to_hugging_face, *words, *both)
+    assert "note: exported without window_size [7, 0]" in said
+    said = run(
+        capsys,
+        cli_verify,
+        *("--megatron", megatron, "--hf", tmp_path / "back", "--no-logits"),
+        expect=1,
+    )
+    assert "other setting: window_size [7, 0]" in said
+    assert said.endswith("FAILED: not the same model\n")
+
+
 def test_an_error_is_one_line_without_a_traceback(tmp_path):
     said = run_process(
         "convert_hf_to_megatron.py", "--hf", tmp_path, "--out", tmp_path / "out", expect=1

@@ -495,18 +495,6 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
         run(source / "below", source)
 
 
-def test_two_runs_cannot_write_one_output(tmp_path, monkeypatch):
-    import fcntl
-
-    monkeypatch.setattr("megatron_anchor.corpus.output._LOCK_SECONDS", 0.3)
-    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
-    (tmp_path / "out.partial").mkdir()
-    with open(tmp_path / "out.partial" / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(CorpusError, match="another run is writing"):
-            run(tmp_path / "out", source, resume=True)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

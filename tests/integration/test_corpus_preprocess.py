@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_anchor.corpus import (
     CorpusError,
@@ -18,6 +20,9 @@ from megatron_anchor.corpus import (
     read_domains,
     read_manifest,
 )
+from megatron_anchor.corpus.inspection import inspect_corpus
+from megatron_anchor.corpus.merge import merge_corpora
+from megatron_anchor.corpus.upsampling import make_document_list
 from tests.corpus_fixtures import (
     HOSTILE,
     corpus_files,
@@ -246,9 +251,64 @@ def test_several_keys_make_several_finished_corpora(tmp_path):
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = run(tmp_path, source, json_keys=("title", "body.text"))
     assert documents_of(tmp_path / "out_title_document") == [f"t{i}" for i in range(5)]
-    assert documents_of(tmp_path / "out_body.text_document") == ["x" * i for i in range(1, 5)]
-    assert summary.empty_documents == [0, 1]
+    assert documents_of(tmp_path / "out_body.text_document") == ["x" * i for i in range(5)]
+    assert (summary.empty_documents, summary.empty_kept) == ([0, 0], [0, 1])
     assert not (tmp_path / "out.partial").exists()
+
+
+CELLS = st.one_of(
+    st.sampled_from(["", "a", "bc"]), st.lists(st.sampled_from(["", "d"]), max_size=3)
+)
+
+
+@given(st.lists(st.fixed_dictionaries({"text": CELLS, "title": CELLS, "more": CELLS}), max_size=9))
+@settings(max_examples=25, deadline=None)
+def test_rows_stay_paired_under_all_keys_and_are_those_of_megatron(tmp_path_factory, rows):
+    keys = ("text", "title", "more")
+    folder = tmp_path_factory.mktemp("keys")
+    kept = [row for row in rows if any("".join(row[key]) for key in keys)]
+    if not all(any("".join(row[key]) for row in rows) for key in keys):
+        return  # a corpus without any token is an error
+    source = folder / "in.jsonl"
+    lines = [json.dumps({**row, "d": f"d{n % 2}"}) for n, row in enumerate(rows)]
+    source.write_text("".join(line + "\n" for line in lines))
+    summary = run(
+        folder, source, json_keys=keys, append_eod=True, domain_key="d", chunk_kb=1, tokenizer=BYTES
+    )
+    assert summary.documents == [len(kept)] * 3
+    assert summary.empty_documents == [len(rows) - len(kept)] * 3
+    for key in keys:
+        prefix = folder / f"out_{key}_document"
+        documents = [row[key] for row in kept]
+        megatron_loop(
+            folder / "theirs", documents, lambda t: list(t.encode()), vocab_size=257, eod=EOD
+        )
+        for ending in ("bin", "idx"):
+            ours = Path(f"{prefix}.{ending}").read_bytes()
+            assert ours == (folder / f"theirs.{ending}").read_bytes()
+        assert inspect_corpus(prefix).problems == ()
+        empty = sum(not "".join(cell) for cell in documents)
+        assert read_manifest(prefix).empty_kept == empty
+        merge_corpora([prefix, prefix], folder / "twice", overwrite=True, progress=False)
+        assert inspect_corpus(folder / "twice").problems == ()
+        listed = make_document_list(prefix, folder / "list.npy", overwrite=True)
+        assert listed.tokens > 0
+        ids = np.load(folder / "list.npy")
+        assert all(len(IndexedCorpus.open(prefix).document(int(i))) for i in ids)
+
+
+def test_documents_that_lost_their_tokens_are_told(tmp_path):
+    source = tmp_path / "in.jsonl"
+    rows = [{"text": "a", "title": "t"}, {"text": "b", "title": ""}, {"text": "c", "title": "u"}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(tmp_path, source, json_keys=("text", "title"), append_eod=True)
+    path = tmp_path / "out_title_document.manifest.json"
+    path.write_text(path.read_text().replace('"empty_kept": 1', '"empty_kept": 2'))
+    [problem] = inspect_corpus(tmp_path / "out_title_document").problems
+    assert problem == "1 documents without tokens (the manifest states 2), at 1"
+    source.write_text('{"text": "a", "more": ""}\n')
+    with pytest.raises(CorpusError, match="no document was written for 'more'"):
+        run(tmp_path, source, json_keys=("text", "more"), name="none")
 
 
 def test_domains_by_key_by_input_and_by_fallback(tmp_path):

@@ -88,8 +88,9 @@ def test_kill_9_at_random_moments_then_resume_gives_the_same_bytes(tmp_path):
         if process.returncode == 0:
             break
         kills += 1
-        found = {name for name in corpus_files(tmp_path / "out") if name.endswith(".idx")}
-        assert not found, "an index makes a corpus look finished"
+        found = corpus_files(tmp_path / "out")
+        if any(name.endswith(".idx") for name in found):  # killed behind the last rename
+            assert found == expected, "an index makes a corpus look finished"
     assert process is not None
     assert process.returncode == 0
     assert kills >= 3, "the run was never killed at work, so this test proved nothing"

@@ -32,10 +32,11 @@ def corpus(tmp_path_factory):
 def test_torchrun_trains_and_logs_what_packing_did(corpus, tmp_path):
     done = launch(
         f"--data-path {corpus} --data-cache-path {tmp_path} --train-iters 2 "
-        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --hidden-dropout 0.1",
         ranks=2,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("> warning: --hidden-dropout 0.1: it differs between the copies") == 1
     for part in ("iteration        2/       2", "documents per sample:", "attention work:"):
         assert part in done.stdout
     for part in ("> attention pattern anchor, RoPE base", "> attention kernel: sdpa"):
@@ -55,7 +56,7 @@ def test_bad_arguments_end_with_the_reason_and_no_traceback(corpus):
 def test_missing_corpus_ends_with_its_name_and_no_traceback(tmp_path):
     done = launch(f"--data-path {tmp_path}/nowhere --train-iters 2")
     assert done.returncode != 0
-    assert re.search(f"^error: .*{tmp_path}/nowhere", done.stderr, re.M)
+    assert re.search(f"^error: .* missing; .*:\n  - {tmp_path}/nowhere.bin", done.stderr, re.M)
     assert "pretrain_gpt.py" not in done.stderr, "a traceback from our code"
 
 

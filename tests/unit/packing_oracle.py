@@ -16,7 +16,7 @@ from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import ANCHORED, ATTENTION_PATTERNS
 
 ANCHOR, PAD, VOCAB_SIZE = 1, 0, 60000
-TENSOR_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
+TENSOR_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "router_mask", "cu_seqlens")
 SCALAR_FIELDS = ("max_seqlen", "num_documents", "num_cut", "num_padding")
 
 
@@ -164,6 +164,8 @@ def expected_fields(
         predicts_first = kind in ("anchor", "tag") and label is not None
         labels.append(None if predicts_first and not first_token_loss else label)
     num_documents = len(slots_of_documents)
+    copies = slots_of_documents[1:] if pattern in ("anchor", "anchor-masked") else []
+    counted = [place not in copies and slot.kind != "filling" for place, slot in enumerate(sample)]
     slices = [
         [slot for slot in sample[begin:end] if slot.kind != "filling"]
         for begin, end in itertools.pairwise([*slots_of_documents, len(sample)])
@@ -184,6 +186,7 @@ def expected_fields(
         "labels": [label or 0 for label in labels] + [0] * tail,
         "loss_mask": [float(label is not None) for label in labels] + [0.0] * tail,
         "position_ids": positions,
+        "router_mask": counted + [False] * tail,
         "cu_seqlens": borders + [sequence_length] * (length - len(borders)),
         "max_seqlen": max(b - a for a, b in itertools.pairwise(borders)),
         "num_documents": num_documents,

@@ -77,7 +77,7 @@ def test_copies_compute_what_one_anchor_seen_by_the_first_document_does(
     ours = run_model(
         torch.cat(pieces),
         position_T,
-        lambda q, k, v: attend(q, k, v, packed=packed, scale=1 / math.sqrt(D), dropout=0.0),
+        lambda q, k, v: attend(q, k, v, runs=packed.runs(), scale=1 / math.sqrt(D), dropout=0.0),
         weights,
     )
     is_anchor = torch.zeros(len(ours), dtype=torch.bool)

@@ -30,7 +30,7 @@ def packed_documents(lengths):
 
 def attend(name, lengths, scale=0.3):
     backend, packed = load_backend(name), packed_documents(lengths)
-    return lambda q, k, v: backend.attend(q, k, v, packed=packed, scale=scale, dropout=0.0)
+    return lambda q, k, v: backend.attend(q, k, v, runs=packed.runs(), scale=scale, dropout=0.0)
 
 
 def random_inputs(T, heads, kv_heads, dtype, seed, D=8):
@@ -78,8 +78,8 @@ def test_leaving_out_the_mask_would_be_noticed(name):
 
 
 def test_short_documents_share_calls_and_long_ones_do_not():
-    calls = sdpa._Calls([3, 40, 4, 1, 16, 17, 4])
-    assert sorted(zip(calls.sizes, calls.documents, strict=True)) == [
+    calls = sdpa._plan(packed_documents([3, 40, 4, 1, 16, 17, 4]).runs()).calls
+    assert sorted((call.queries, call.stretches) for call in calls) == [
         (1, 1),
         (12, 3),
         (16, 1),
@@ -91,8 +91,10 @@ def test_short_documents_share_calls_and_long_ones_do_not():
 def test_dropout_drops_in_training():
     q, k, v, _ = random_inputs(40, 2, 2, torch.float32, seed=1)
     packed = packed_documents([40])
-    dropped = sdpa.attend(q, k, v, packed=packed, scale=0.3, dropout=0.5)
-    assert (dropped - sdpa.attend(q, k, v, packed=packed, scale=0.3, dropout=0.0)).abs().max() > 0.1
+    dropped = sdpa.attend(q, k, v, runs=packed.runs(), scale=0.3, dropout=0.5)
+    assert (
+        dropped - sdpa.attend(q, k, v, runs=packed.runs(), scale=0.3, dropout=0.0)
+    ).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 4, 6, 8])

@@ -127,7 +127,7 @@ def test_rotation_is_computed_once_a_micro_batch():
 def test_micro_batch_documents_are_laid_one_sample_after_another():
     cu_seqlens = torch.tensor([[0, 4, 6, 6, 6], [0, 1, 2, 3, 6]], dtype=torch.int32)
     packed = pack_micro_batch(torch.zeros(2, 6, dtype=torch.int64), cu_seqlens, seq_length=6)
-    assert packed.document_lengths == (4, 2, 1, 1, 1, 3)
+    assert packed.document_lengths.tolist() == [4, 2, 1, 1, 1, 3]
     assert packed.cu_seqlens_q.tolist() == [0, 4, 6, 7, 8, 9, 12]
     assert packed.cu_seqlens_q.dtype == torch.int32
     assert packed.max_seqlen_q == 4

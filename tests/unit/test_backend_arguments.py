@@ -10,17 +10,17 @@ from megatron_anchor.attention.backends import Hardware
 from megatron_anchor.training import validation
 from megatron_anchor.training.arguments import (
     add_anchor_arguments,
-    context_parallel,
     document_alignment,
-    splits_documents,
 )
+from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.validation import attention_request, refusals, require_supported
 from tests.attention_layers import attention_layer
 
 GOOD = (
     "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --bf16 "
     "--group-query-attention --num-query-groups 4 --max-position-embeddings 64 "
-    "--micro-batch-size 1 --position-embedding-type rope --attention-dropout 0 --eval-interval 10"
+    "--micro-batch-size 1 --position-embedding-type rope --attention-dropout 0 --eval-interval 10 "
+    "--train-iters 4 --lr 1e-3"
 )
 ON_H100 = Hardware(capability=(9, 0), packages={"transformer-engine": "2.20.2"})
 
@@ -38,19 +38,27 @@ def parse(monkeypatch):
 
 
 SERVED = {
-    "": ("ulysses", False, 1),
-    "--context-parallel-size 4": ("ulysses", False, 1),
-    "--context-parallel-size 4 --cp-comm-type p2p": ("te", True, 8),
-    "--context-parallel-size 4 --cp-comm-type p2p a2a": ("te", True, 8),
-    "--context-parallel-size 4 --anchor-context-parallel te": ("te", True, 8),
-    "--context-parallel-size 4 --cp-comm-type all_gather --document-alignment 16": ("te", True, 16),
+    "": ("ulysses", "contiguous", 1),
+    "--context-parallel-size 4": ("ulysses", "contiguous", 1),
+    "--context-parallel-size 4 --cp-comm-type p2p": ("te", "zigzag", 8),
+    "--context-parallel-size 4 --cp-comm-type p2p a2a": ("te", "zigzag", 8),
+    "--context-parallel-size 4 --anchor-context-parallel te": ("te", "zigzag", 8),
+    "--context-parallel-size 4 --cp-comm-type all_gather --document-alignment 16": (
+        "te",
+        "zigzag",
+        16,
+    ),
     "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2": (
         "te",
-        True,
+        "zigzag",
         8,
     ),
-    "--context-parallel-size 8": ("ulysses", False, 1),  # key/value heads are repeated
-    "--context-parallel-size 16 --cp-comm-type p2p": ("te", True, 32),  # ranks > heads
+    # Key/value heads are repeated where Ulysses is asked for, and otherwise gathered.
+    "--context-parallel-size 8 --cp-comm-type a2a": ("ulysses", "contiguous", 1),
+    "--context-parallel-size 8": ("ulysses+gather", "chunks", 1),
+    "--context-parallel-size 16 --seq-length 96": ("ulysses+gather", "chunks", 1),
+    "--context-parallel-size 4 --cp-comm-type gather": ("gather", "chunks", 1),
+    "--context-parallel-size 16 --cp-comm-type p2p": ("te", "zigzag", 32),  # ranks > heads
 }
 
 
@@ -58,8 +66,8 @@ SERVED = {
 def test_kind_of_context_parallelism_decides_how_documents_are_split(extra, parse):
     args = parse(extra)
     assert refusals(args) == []
-    found = (context_parallel(args), splits_documents(args), document_alignment(args))
-    assert found == SERVED[extra]
+    found = context_parallel(args)
+    assert (found.kind, found.split.kind, document_alignment(args)) == SERVED[extra]
 
 
 REFUSED = {
@@ -81,11 +89,11 @@ REFUSED = {
     ),
     "--context-parallel-size 4 --cp-comm-type p2p --deterministic-mode": "backward pass on sm90",
     "--context-parallel-size 4 --cp-comm-type p2p a2a p2p": (
-        "--cp-comm-type p2p a2a p2p: 3 kinds for 2 layers; give one for all of them, or one a layer"
+        "--cp-comm-type p2p a2a p2p: 3 kinds for 2 layers; give one for all of them, or one per"
     ),
     "--cp-comm-type a2a a2a a2a": "3 kinds for 2 layers",
     "--context-parallel-size 4 --cp-comm-type foo": (
-        r"unknown --cp-comm-type 'foo': expected one of p2p, a2a, a2a\+p2p, all_gather$"
+        r"unknown --cp-comm-type 'foo': expected one of auto, a2a, gather, .* all_gather$"
     ),
     "--context-parallel-size 4 --cp-comm-type allgather": "write it all_gather",
     "--anchor-attention-backend te --attention-backend unfused": "builds S x S scores",

@@ -26,7 +26,7 @@ def flash_2(version):
 
 
 def request(capability=H100, packages=None, **kwargs):
-    names = ("torch_varlen", "te_is_deterministic", "cudnn")
+    names = ("torch_varlen", "torch_varlen_windows", "te_is_deterministic", "cudnn")
     machine = {name: kwargs.pop(name) for name in names if name in kwargs}
     hardware = Hardware(capability=capability, packages=packages or {}, **machine)
     return AttentionRequest(
@@ -78,7 +78,11 @@ SERVED = {
         request(A100, FA2, dropout=0.1),
         request(H100, FA3, head_dim=256),
         request(B200, FA4),
-        request(B200, FA4 | FA2, head_dim=256),
+        request(B200, FA4, head_dim=256),
+        request(B200, FA4, head_dim=192, value_dim=128),
+        request((12, 0), FA4, window=True),
+        request(H100, FA4, head_dim=256, sink=True, window=True),
+        request(H100, FA3, sink=True, window=True, anchor_in_window=True),
         request(H100, FA3, deterministic=True),
     ],
     "varlen": [request(A100), request(H100, head_dim=64), request(B200, dtype=torch.float16)],
@@ -103,7 +107,7 @@ REFUSED = [
     ("varlen", request(dropout=0.1), "no dropout, got --attention-dropout 0.1; set it to 0"),
     ("varlen", request(deterministic=True), "leave out --deterministic-mode"),
     ("varlen", request(torch_varlen=False), r"no torch.nn.attention.varlen; pip install 'torch>="),
-    ("varlen", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type a2a"),
+    ("varlen", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type auto"),
     ("varlen", request(**te_cp("a2a")), "--anchor-context-parallel te is .* leave the flag out"),
     ("flex", request(None), "no backward pass on the CPU; use .* sdpa"),
     ("flex", request((7, 0)), "need sm80 or newer, this device is sm70"),
@@ -111,7 +115,7 @@ REFUSED = [
     ("flex", request(head_dim=8), "from 16 to 256, got 8"),
     ("flex", request(dropout=0.2), "no dropout, got --attention-dropout 0.2"),
     ("flex", request(**te_cp("all_gather")), "--cp-comm-type all_gather needs"),
-    ("sdpa", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type a2a"),
+    ("sdpa", request(**te_cp("p2p")), "--cp-comm-type p2p needs .* use --cp-comm-type auto"),
     # flash-attn: none of its generations fits.
     ("flash", request(None, FA2), "need a CUDA device"),
     ("flash", request((7, 5), FA2), "need sm80 or newer"),
@@ -120,9 +124,27 @@ REFUSED = [
     ("flash", request(H100, FA3, dtype=torch.float32), "for bfloat16 and float16"),
     (
         "flash",
-        request(B200, FA4, head_dim=256),
-        "FlashAttention 4 is for head dimensions up to 128",
+        request(B200, FA4, head_dim=192),
+        "FlashAttention 4 is for head dimensions up to 128 that are multiples of 8, got 192",
     ),
+    ("flash", request(H100, FA3, head_dim=192, value_dim=100), "multiples of 8, got 192x100"),
+    ("flash", request((12, 0), FA4, deterministic=True), "no deterministic backward pass .* sm120"),
+    ("flash", request((12, 0), FA4, sink=True), "FlashAttention 4 has no sinks on sm120"),
+    ("flash", request(B200, FA4, sink=True, head_dim=256), "has no sinks on sm100 at this head"),
+    ("flash", request(B200, FA4, window=True, anchor_in_window=True), "cannot keep the anchor"),
+    ("flash", request(A100, flash_2("2.2.0"), window=True), "sliding windows from 2.3.0 on"),
+    (
+        "flash",
+        request(A100, flash_2("2.6.3"), sink=True),
+        "sinks and .* from 2.7.3 on",
+    ),
+    ("flash", request(A100, FA2, sink=True, dropout=0.1), "--attention-dropout 0.1 with a window"),
+    ("varlen", request(window=True, torch_varlen_windows=False), "no sliding windows; upgrade"),
+    ("sdpa", request(None, window=True, dropout=0.1), "--attention-dropout 0.1 with a window"),
+    ("te", request(H100, TE, sink=True), "--softmax-type: .* sinks of its own"),
+    ("te", request(H100, TE, window=True, anchor_in_window=True), "--anchor-in-window: its"),
+    ("te", request(H100, TE, window=True, **te_cp("p2p")), "ring has no sliding windows"),
+    ("te", request(H100, TE, head_dim=192, value_dim=128), "keys of 192 and values of 128"),
     ("flash", request(H100, FA3, dropout=0.1), "FlashAttention 3 has no dropout, got"),
     ("flash", request(H100, FA3, head_dim=256, deterministic=True), "no deterministic backward"),
     ("flash", request(H100, FA3, **te_cp("p2p")), "--cp-comm-type p2p needs"),
@@ -343,7 +365,7 @@ def test_auto_gives_the_reason_of_each_when_none_can_serve():
 
 
 def test_on_the_cpu_auto_refuses_what_needs_transformer_engine():
-    with pytest.raises(ValueError, match=r"--cp-comm-type p2p needs .* use --cp-comm-type a2a"):
+    with pytest.raises(ValueError, match=r"--cp-comm-type p2p needs .* use --cp-comm-type auto"):
         choose_backend("auto", request(None, TE, **te_cp("p2p")))
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_anchor.attention.zigzag import slots_of_rank
 from megatron_anchor.packing.patterns import ATTENTION_PATTERNS
 from megatron_anchor.training import bad_batch
 from megatron_anchor.training.bad_batch_files import SampleRecord, _ranges
+from megatron_anchor.training.context_parallel import ContextParallel
 from tests.unit.packing_oracle import build, build_train, make_config, write_corpus
 
 S, P = 16, 2
@@ -27,28 +27,30 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return dataset
 
 
-def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, *, zigzag: bool) -> None:
-    monkeypatch.setattr(bad_batch.mpu, "get_context_parallel_world_size", lambda: P)
-    monkeypatch.setattr(bad_batch.mpu, "get_context_parallel_rank", lambda: rank)
-    monkeypatch.setattr(bad_batch, "get_args", Namespace)
-    monkeypatch.setattr(bad_batch, "splits_documents", lambda _: zigzag)
+SPLITS = {
+    "contiguous": ContextParallel(kind="ulysses", heads_ranks=P),
+    "zigzag": ContextParallel(kind="te", heads_ranks=P),
+    "chunks": ContextParallel(kind="gather", keys_ranks=P),
+}
 
 
-@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("kind", SPLITS)
 @pytest.mark.parametrize("slot", range(S))
 def test_a_slot_of_any_context_parallel_rank_leads_to_its_document(
-    dataset: Any, monkeypatch: pytest.MonkeyPatch, slot: int, zigzag: bool
+    dataset: Any, monkeypatch: pytest.MonkeyPatch, slot: int, kind: str
 ) -> None:
-    cu_seqlens = dataset[3]["cu_seqlens"][None]
+    split = SPLITS[kind].split
+    dataset.config.context_parts = split.parts
+    sample = dataset[3]
+    chunks = sample["part_of_chunk"].numpy() if split.gathers else None
     losses_S = torch.zeros(S)
     losses_S[slot] = torch.nan
     found = []
+    monkeypatch.setattr(bad_batch, "get_args", Namespace)
+    monkeypatch.setattr(bad_batch, "context_parallel", lambda _: SPLITS[kind])
     for rank in range(P):
-        as_rank(monkeypatch, rank, zigzag=zigzag)
-        if zigzag:
-            piece = losses_S[slots_of_rank(cu_seqlens, cp_size=P, rank=rank)[0]]
-        else:
-            piece = losses_S[rank * S // P : (rank + 1) * S // P]
+        monkeypatch.setattr(bad_batch.mpu, "get_context_parallel_rank", lambda rank=rank: rank)
+        piece = losses_S[split.slots(sample["cu_seqlens"].numpy(), chunks, rank=rank)]
         if piece.isnan().any():
             other = torch.zeros_like(piece)
             origins = torch.stack([dataset[1]["origin"], dataset[3]["origin"]])

@@ -1,11 +1,14 @@
 """megatron_args.txt against Megatron's own parser, and what the checkpoint records."""
 
+import json
 import sys
 
 import pytest
 import torch
 
-from megatron_anchor.checkpoint.hugging_face_config import model_of
+from megatron_anchor.checkpoint.argument_check import check_representable
+from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.hugging_face_config import config_for, model_of
 from megatron_anchor.checkpoint.megatron_args import (
     argument_values,
     flag_lines,
@@ -77,12 +80,41 @@ def test_a_run_of_stock_megatron_has_none_of_our_flags(parse):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--normalization LayerNorm", "normalization LayerNorm"),
+        ("--normalization LayerNorm", "normalization 'LayerNorm'"),
         ("--rotary-percent 0.5", "rotary_percent 0.5"),
-        ("--position-embedding-type learned_absolute", "position_embedding_type learned_absolute"),
+        (
+            "--position-embedding-type learned_absolute",
+            "position_embedding_type 'learned_absolute'",
+        ),
     ],
 )
 def test_a_run_that_is_none_of_the_families_is_refused(flags, message, parse):
-    args = parse([*RUN, flags])
-    with pytest.raises(ValueError, match=message):
-        model_from_args(args, family=None, padded_vocabulary=128)
+    with pytest.raises(CheckpointError, match=message):
+        check_representable(vars(parse([*RUN, flags])))
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_an_export_has_one_base_where_the_rope_parameters_name_it_too(kind, parse):
+    form = {"rope_type": kind, "rope_theta": 5e5}
+    if kind == "yarn":
+        form |= {"factor": 4.0, "original_max_position_embeddings": 16}
+    args = parse(RUN)
+    args.rotary_base, args.rope_parameters = 500000, json.dumps(form)
+    model = model_from_args(args, family=None, padded_vocabulary=128)
+    assert model.rotary_base == 5e5
+    config = config_for(model, dtype="float32")
+    assert "rope_theta" not in (config["rope_scaling"] or {})
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
+    assert (config["rope_scaling"] is None) == (kind == "default")
+    assert model_of(config).scaling == model.scaling
+
+
+def test_two_bases_are_refused_with_both_unless_one_is_ignored(parse):
+    args = parse([*RUN, "--disable-bias-linear"])
+    args.rope_parameters = '{"rope_type": "default", "rope_theta": 5000000}'
+    with pytest.raises(CheckpointError, match=r"rope_theta 5000000 .* expected 10000"):
+        check_representable(vars(args))
+    [note] = check_representable(vars(args), ignored=["rope_parameters"])
+    assert "rope_theta 5000000" in note
+    model = model_from_args(args, family=None, padded_vocabulary=128)
+    assert (model.rotary_base, model.scaling) == (10000.0, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megatron_anchor.corpus import (
     TokenizerConfig,
     preprocess,
 )
-from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter
+from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter, model_digest
 
 PROSE = (
     "Dr. Smith went to Washington. He met Mr. Jones there.\n\n"
@@ -82,6 +83,15 @@ def test_the_model_may_lie_anywhere(punkt, tmp_path, form):
         path = punkt / "english"
     split = make_splitter(SplitterConfig(punkt_path=str(path)))
     assert split(PROSE) == make_splitter(SplitterConfig(punkt_path=str(punkt)))(PROSE)
+
+
+def test_models_are_told_apart_by_what_they_hold(punkt, tmp_path):
+    other = shutil.copytree(punkt, tmp_path / "other")
+    same = model_digest(SplitterConfig(punkt_path=str(punkt)))
+    assert model_digest(SplitterConfig(punkt_path=str(other))) == same
+    with open(other / "english" / "abbrev_types.txt", "a") as stream:
+        stream.write("\nprof")
+    assert model_digest(SplitterConfig(punkt_path=str(other))) != same
 
 
 def test_a_missing_model_is_told_with_the_remedy(punkt, tmp_path, monkeypatch):

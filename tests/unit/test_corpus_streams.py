@@ -213,7 +213,7 @@ def test_paths_may_be_unusual(tmp_path: Path):
 
     odd = tmp_path / "a [b] *.jsonl"
     odd.write_text("{}\n")
-    assert [source.path for source in resolve([str(odd)])] == [str(odd)]
+    assert [source.path for source in resolve([str(odd)]).sources] == [str(odd)]
 
 
 def test_errors_travel_between_processes():

@@ -281,6 +281,58 @@ def test_files_that_are_no_tokenizers_are_refused():
         load(broken, tiktoken_pattern="gpt2")
 
 
+DAMAGES = [None, 7, "x", [], {}, [1], [{}], {"x": 1}]
+
+
+def _damaged(content):
+    """The content with every value, two levels down, taken out or replaced by another type."""
+    for key in content:
+        yield {k: v for k, v in content.items() if k != key}
+        for value in DAMAGES:
+            yield {**content, key: value}
+        if isinstance(content[key], dict):
+            for inner in list(content[key])[:12]:
+                for value in DAMAGES:
+                    yield {**content, key: {**content[key], inner: value}}
+
+
+def test_damaged_tokenizer_files_end_in_one_message():
+    """Or they load all the same; never in a traceback."""
+    bare = json.loads(tokenizer_json().read_text())
+    bare["model"]["vocab"] = {c: i for i, c in enumerate(sorted({*"ab", *SPECIALS}))}
+    bare["model"]["merges"] = []
+    bare["added_tokens"] = bare["added_tokens"][:1]
+    tekken = {
+        "config": {"pattern": "gpt2", "default_num_special_tokens": 2, "default_vocab_size": 9},
+        "vocab": [{"rank": 0, "token_bytes": "YQ=="}],
+        "special_tokens": [{"token_str": "<s>"}, {"token_str": "</s>"}],
+    }
+    settings = {"eos_token": "</s>", "bos_token": {"content": "<s>"}, "add_bos_token": True}
+    loaded = refused = 0
+    for number, (name, content) in enumerate(
+        (n, c)
+        for n, made in (
+            ("tokenizer.json", bare),
+            ("tekken.json", tekken),
+            ("tokenizer_config.json", settings),
+        )
+        for c in (made, *_damaged(made), *DAMAGES)
+    ):
+        path = folder() / "damaged" / str(number)
+        path.mkdir(parents=True)
+        (path / "tokenizer.json").write_text(json.dumps(bare))
+        (path / name).write_text(json.dumps(content))
+        chosen = path / ("tokenizer.json" if name == "tokenizer_config.json" else name)
+        kind = "TikTokenizer" if name == "tekken.json" else None
+        try:
+            load(chosen, tokenizer_type=kind)
+            loaded += 1
+        except CorpusError:
+            refused += 1
+    assert loaded > 20
+    assert refused > 60
+
+
 class _Wrong:
     """An engine that is fast and wrong."""
 
@@ -390,9 +442,8 @@ def test_gigatoken_is_refused_with_the_reason_where_it_is_not_installed():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gigatoken") is None, reason="gigatoken not installed")
-@pytest.mark.parametrize("path", [tokenizer_json, sentencepiece_model])
-def test_gigatoken_gives_the_native_ids(path):
-    tokenizer = load(path())
+def test_gigatoken_gives_the_native_ids():
+    tokenizer = load(tokenizer_json())
     recipe, why = choose_engine(tokenizer, wanted="auto", sample=texts(), threads=2)
     assert recipe.name == "gigatoken", why
     engine, native = recipe.make(threads=2), tokenizer.native_engine

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_anchor.console import COMMANDS
+from megatron_anchor.training import host_patches
 from tests.documentation import PAGES, ROOT, page_id
 
 OUR_FOLDERS = (
@@ -113,9 +114,10 @@ def test_the_docs_environment_is_the_extra():
     assert f'"docs": ["{needed}"]' in (ROOT / "setup.py").read_text()
 
 
-def test_the_pictures_of_the_masks_are_what_their_script_draws(tmp_path):
-    drawn = [sys.executable, str(ROOT / "docs" / "draw_masks.py"), str(tmp_path)]
-    subprocess.run(drawn, cwd=ROOT, check=True, timeout=600)
+def test_the_pictures_of_the_pages_are_what_their_scripts_draw(tmp_path):
+    for script in (ROOT / "docs").glob("draw_*.py"):
+        drawn = [sys.executable, str(script), str(tmp_path)]
+        subprocess.run(drawn, cwd=ROOT, check=True, timeout=600)
     names = sorted(path.name for path in tmp_path.glob("*.png"))
     assert names == sorted(path.name for path in (ROOT / "docs" / "images").glob("*.png"))
     from matplotlib.image import imread
@@ -125,3 +127,18 @@ def test_the_pictures_of_the_masks_are_what_their_script_draws(tmp_path):
         assert ours.shape == stored.shape
         changed = abs(ours[..., :3] - stored[..., :3]).max(axis=-1) > 0.2
         assert changed.mean() < 0.02, f"draw docs/images/{name} again"  # fonts may differ a little
+
+
+def test_the_design_page_holds_the_table_of_host_patches():
+    text = (ROOT / "docs" / "design.md").read_text()
+    shown = re.search(r"<!-- table: .*? -->\n(.*?)\n<!-- end of table -->", text, re.DOTALL)
+    assert shown[1] == host_patches.as_markdown(), "paste what the comment's command prints"
+
+
+def test_names_of_the_host_are_replaced_through_the_tables_alone():
+    """No other module assigns to an attribute of a module or class of the host."""
+    for path in (ROOT / "megatron_anchor").rglob("*.py"):
+        found = re.findall(
+            r"^ +(?:host\w*|[A-Z]\w+)\.\w+(?:, host\.\w+)? = ", path.read_text(), re.M
+        )
+        assert not found, f"{path}: {found}"

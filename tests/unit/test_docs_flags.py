@@ -10,9 +10,10 @@ from megatron_anchor.console import COMMANDS
 from tests.documentation import PAGES, ROOT, commands, flags, page_id, shell_commands
 
 OF_OTHERS = {
-    *("--nproc-per-node", "--standalone", "--master-port"),  # torchrun
+    *("--nproc-per-node", "--standalone", "--master-port", "--max-restarts"),  # torchrun
     *("--no-deps", "--its", "--arguments"),  # pip; stand-ins of a user's own
     *("--all-files", "--signoff", "--kill-on-bad-exit"),  # pre-commit, git, srun
+    "--signal",  # sbatch
 }
 """Flags in the running text that belong to other programs."""
 
@@ -89,7 +90,7 @@ def test_every_flag_in_the_text_is_one_of_a_program_of_ours(page):
     for path in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         known |= flags_of_script(str(path.relative_to(ROOT)))
     text = re.sub(r"https?://\S+", "", page.read_text(encoding="utf-8"))
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]", text))
     assert named - known == set(), page.name
 
 

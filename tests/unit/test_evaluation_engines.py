@@ -135,7 +135,7 @@ def test_texts_and_lengths_with_nothing_to_predict_are_refused(loaded):
     _, tokenizer = loaded
     with pytest.raises(EvaluationError, match=r"--seq-lengths 1: no room"):
         list(windows([Text("a", "abc")], tokenizer, length=1, most=1))
-    tokenizer = PromptTokenizer(loaded[1].library.name_or_path, first_token="none")
+    tokenizer = PromptTokenizer(loaded[1].folder, first_token="none")
     with pytest.raises(EvaluationError, match=r"--text b has 1 token"):
         list(windows([Text("a", "abc"), Text("b", "b")], tokenizer, length=8, most=1))
 

@@ -236,8 +236,8 @@ def test_a_question_comes_with_its_documents_among_others(material):
 def test_special_strings_of_a_haystack_are_text(tmp_path):
     tokenizer = PromptTokenizer(byte_tokenizer(tmp_path))
     ids = tokenizer.encode("a <eos> b")
-    assert ids[0] == tokenizer.library.bos_token_id
-    assert tokenizer.library.eos_token_id not in ids
+    assert ids[0] == tokenizer.bos_id
+    assert tokenizer.eos_id not in ids
     assert tokenizer.decode(ids) == "a <eos> b"
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +16,16 @@ from hypothesis import strategies as st
 from megatron_anchor.evaluation.checkpoints import Checkpoint, find_checkpoints
 from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.evaluate import Evaluated
+from megatron_anchor.evaluation.harness import HarnessJob, harness_names, run_harness
+from megatron_anchor.evaluation.models import Placement
 from megatron_anchor.evaluation.pictures import draw_all
+from megatron_anchor.evaluation.published import RULER_TASKS
 from megatron_anchor.evaluation.question_files import read_questions
 from megatron_anchor.evaluation.records import Records
 from megatron_anchor.evaluation.report import as_markdown
 from megatron_anchor.evaluation.scoring import any_found, share_found
-from megatron_anchor.evaluation.summary import MEAN, read_results, summarize, write_results
+from megatron_anchor.evaluation.summary import read_results, summarize, write_results
+from megatron_anchor.evaluation.tasks import TASKS
 
 TEXT = st.text("abcxyzABCXYZ019", min_size=1, max_size=8)
 
@@ -73,7 +80,7 @@ def test_checkpoints_are_averaged_with_their_spread():
     assert group["mean"]["8192"]["checkpoints"] == [10, 0]
     told = as_markdown(summarize([one, two]))
     assert "75.0 +- 35.4 (50.0 to 100.0)" in told
-    assert MEAN in told
+    assert "mean of 2 tasks" in told
 
 
 def test_one_checkpoint_has_the_error_of_its_samples_and_no_spread():
@@ -90,6 +97,73 @@ def test_perplexity_is_the_mean_over_tokens_of_all_windows():
     assert [row["loss"]["mean"] for row in rows[:3]] == [2.0, 1.0, 1.0]
     assert rows[-1]["loss"]["mean"] == pytest.approx(12 / 10)
     assert rows[-1]["tokens"] == 10
+
+
+NAMES = list(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("engine", "tasks", "said"),
+    [
+        ("hf", NAMES[:11], "11 tasks; RULER's average is over 13 (missing: qa_squad, qa_hotpot)"),
+        ("hf", NAMES, "12 tasks; RULER's average is over 13 (missing: one of the two qa tasks)"),
+        ("hf", ["vt"], "1 task; RULER's average is over 13 (missing: niah_single_1"),
+        ("lm-eval", harness_names(NAMES), "13 tasks, which are RULER's 13, at one length."),
+        ("lm-eval", ["ruler_vt"], "1 task; RULER's average is over 13"),
+    ],
+)
+def test_the_mean_says_what_it_is_of_wherever_it_is_shown(tmp_path, engine, tasks, said):
+    found = evaluated("a", {task: [[1.0, 0.0], [1, 1]] for task in tasks})
+    found.settings["engine"] = engine
+    results = summarize([found])
+    assert said in results["groups"]["g"]["mean_note"]
+    told = as_markdown(results)
+    assert f"mean of {len(tasks)} task" in told
+    assert said in told
+    assert ("words of their own" in told) == (engine == "hf")
+    assert ("harness_score" in told) == ("ruler_qa_squad" in tasks)
+    write_results(tmp_path / "results.json", results)
+    assert said in json.loads((tmp_path / "results.json").read_text())["groups"]["g"]["mean_note"]
+    for group in (saved := json.loads((tmp_path / "results.json").read_text()))["groups"].values():
+        del group["mean_note"], group["score_notes"]
+    write_results(tmp_path / "results.json", saved)  # as earlier versions wrote them
+    assert said in as_markdown(read_results([(None, tmp_path)]))
+
+
+def test_tasks_are_ruler_s_thirteen():
+    assert len(RULER_TASKS) == len(set(RULER_TASKS)) == 13
+    assert {name.removeprefix("ruler_") for name in harness_names(NAMES)} == set(RULER_TASKS)
+
+
+def ruler_part(prediction, references):
+    """RULER's string_match_part for one sample (scripts/eval/synthetic/constants.py)."""
+    return max(1.0 if r.lower() in prediction.lower() else 0.0 for r in references)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.text("aAbBßẞİi \n"), min_size=1, max_size=4), st.text("aAbBßẞİi \n\x01"))
+def test_a_question_is_scored_as_ruler_scores_it(references, prediction):
+    cleaned = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
+    assert any_found(prediction, references) == ruler_part(cleaned, references)
+
+
+def test_the_harness_samples_of_qa_are_scored_again(monkeypatch):
+    def simple_evaluate(model, tasks, **_):
+        def sample(number, outputs, said, score):
+            doc = {"max_length": 4096, "outputs": outputs}
+            return {"doc": doc, "doc_id": number, "filtered_resps": [said], "4096": score}
+
+        names = ["Paris", "Paris, France", "the capital of France"]
+        rows = [sample(0, names, " It is PARIS.", 1 / 3), sample(1, names, "Rome", 0.0)]
+        return {"samples": {tasks[0]: rows}}
+
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))
+    placement = Placement("cpu", "float32")
+    job = HarnessJob(Path("m"), Path("t"), [4096], 2, 42, 1, placement)
+    for task, scores in (("ruler_qa_squad", [1.0, 0.0]), ("ruler_vt", [1 / 3, 0.0])):
+        found = list(run_harness(None, job, task))
+        assert [record["score"] for record in found] == scores
+        assert [record["harness_score"] for record in found] == [1 / 3, 0.0]
 
 
 def test_saved_results_of_two_runs_stand_on_the_same_axes(tmp_path):

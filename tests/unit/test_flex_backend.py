@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_anchor.attention.backends import flex, sdpa
-from megatron_anchor.attention.block_mask import BLOCK, documents_block_mask
-from megatron_anchor.attention.core import AnchorCoreAttention
+from megatron_anchor.attention.block_mask import BLOCK, runs_block_mask
 from megatron_anchor.attention.masks import dense_mask
 from megatron_anchor.attention.packed import pack_micro_batch
+from megatron_anchor.attention.runs import document_runs
 from tests.oracle import dense_attention, document_mask, gradients
 
 odd_documents = st.lists(
@@ -28,6 +28,10 @@ odd_documents = st.lists(
 
 def cumulative(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def documents(lengths):
+    return document_runs(np.array(lengths), device=torch.device("cpu"))
 
 
 def blocks_of(dense_TT):
@@ -47,13 +51,11 @@ def block_table(count, indices):
 
 
 @settings(max_examples=40)
-@given(lengths=odd_documents, shared=st.booleans())
-def test_block_mask_is_the_predicate_and_its_blocks_are_the_right_ones(lengths, shared):
+@given(lengths=odd_documents)
+def test_block_mask_is_the_predicate_and_its_blocks_are_the_right_ones(lengths):
     T = sum(lengths)
-    mask = documents_block_mask(
-        cumulative(lengths), slots=T, shared_anchor_every=T if shared else None
-    )
-    expected = dense_mask(np.cumsum([0, *lengths]), anchor_index=0 if shared else -1)
+    mask = runs_block_mask(documents(lengths))
+    expected = dense_mask(np.cumsum([0, *lengths]))
     slot = torch.arange(T)
     assert np.array_equal(mask.mask_mod(0, 0, slot[:, None], slot[None]).numpy(), expected)
     some, every = blocks_of(expected)
@@ -62,7 +64,7 @@ def test_block_mask_is_the_predicate_and_its_blocks_are_the_right_ones(lengths, 
     assert not (full & ~every).any(), "a full block is not looked into"
     assert np.array_equal(full | partial, some), "exactly the blocks with something to see"
     diagonal = np.eye(len(full), dtype=bool)
-    assert ((full == every) | diagonal | shared).all(), "what is full below the diagonal is marked"
+    assert ((full == every) | diagonal).all(), "what is full below the diagonal is marked"
     assert np.array_equal(block_table(mask.q_num_blocks, mask.q_indices).T, partial)
     assert np.array_equal(block_table(mask.full_q_num_blocks, mask.full_q_indices).T, full)
 
@@ -85,7 +87,7 @@ def test_eager_flex_equals_sdpa_and_stays_at_the_error_floor(lengths, heads, bac
         return dense_attention(*inputs, mask_TT=document_mask(lengths), scale=0.25)
 
     def attend(kernel, *inputs):
-        return kernel.attend(*inputs, packed=packed, scale=0.25, dropout=0.0)
+        return kernel.attend(*inputs, runs=packed.runs(), scale=0.25, dropout=0.0)
 
     truth = gradients(dense, [x.double() for x in (q, k, v)], upstream)
     floor, ours, theirs = (
@@ -99,61 +101,6 @@ def test_eager_flex_equals_sdpa_and_stays_at_the_error_floor(lengths, heads, bac
     ):
         assert (got - true).abs().max() <= factor * (base - true).abs().max() + ulp
         assert torch.allclose(got, other, atol=1e-5)
-
-
-def test_shared_anchor_gives_what_copies_give(backward_on_cpu):
-    """Two samples of three documents: outputs, and gradients that add up in the one anchor."""
-    torch.manual_seed(0)
-    S, own = 14, [[4, 3, 7], [6, 7, 1]]  # slots of each document, the anchor among the first's
-    documents, source = [], []
-    for sample, lengths in enumerate(own):
-        first = sample * S
-        for number, (start, length) in enumerate(
-            zip(np.cumsum([0, *lengths]), lengths, strict=False)
-        ):
-            slots = range(first + start, first + start + length)
-            source += [first, *slots] if number else slots  # a copy of the anchor in front
-            documents.append(length + bool(number))
-    source = torch.tensor(source)
-    T = len(source)
-    copied = pack_micro_batch(torch.zeros(1, T), cumulative(documents)[None], seq_length=T)
-    borders = torch.tensor([[0, *np.cumsum(lengths)] for lengths in own])
-    shared, apart = (
-        pack_micro_batch(torch.zeros(2, S), borders, seq_length=S, shared_anchor=on)
-        for on in (True, False)
-    )
-    is_copy = torch.zeros(T, dtype=torch.bool)
-    is_copy[cumulative(documents)[:-1].long()] = True
-    is_copy &= source % S != 0
-    is_copy[source.eq(0).nonzero()[1:]] = is_copy[source.eq(S).nonzero()[1:]] = True
-    inputs = [torch.randn(2 * S, n, 16) for n in (2, 1, 1)]
-    upstream = torch.randn(2 * S, 2, 16)
-    spread = torch.zeros(T, 2, 16)
-    spread[~is_copy] = upstream
-
-    def attend(packed, index, *x):
-        return flex.attend(*(y[index] for y in x), packed=packed, scale=0.3, dropout=0.0)
-
-    expected, expected_grads = gradients(partial(attend, copied, source), inputs, spread)
-    every = torch.arange(2 * S)
-    got, grads = gradients(partial(attend, shared, every), inputs, upstream)
-    assert torch.allclose(got, expected[~is_copy], atol=1e-6)
-    for ours, theirs in zip(grads, expected_grads, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
-    without, _ = gradients(partial(attend, apart, every), inputs, upstream)
-    assert (without - got).abs().max() > 0.1, "leaving out the anchor would be noticed"
-
-
-def test_other_kernels_refuse_a_shared_anchor():
-    from tests.attention_layers import attention_layer
-
-    layer: AnchorCoreAttention = attention_layer(heads=2, head_dim=16, backend="sdpa")
-    packed = pack_micro_batch(
-        torch.arange(4)[None], torch.tensor([[0, 2, 4]]), seq_length=4, shared_anchor=True
-    )
-    q = torch.randn(4, 1, 2, 16)
-    with pytest.raises(ValueError, match=r"the kernel sdpa knows no shared anchor.*backend flex"):
-        layer(q, q, q, None, packed_seq_params=packed)
 
 
 class AllocatedBytes(TorchDispatchMode):
@@ -170,14 +117,12 @@ class AllocatedBytes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("length", [64, 131072])
-def test_no_mask_of_all_pairs_is_built_at_131072_slots(length, shared):
+def test_no_mask_of_all_pairs_is_built_at_131072_slots(length):
     """One byte a pair would be 17 GB."""
     S = 131072
-    cu_seqlens = torch.arange(0, S + 1, length, dtype=torch.int32)
     with AllocatedBytes() as allocated:
-        mask = documents_block_mask(cu_seqlens, slots=S, shared_anchor_every=S if shared else None)
+        mask = runs_block_mask(documents([length] * (S // length)))
     assert mask.shape == (1, 1, S, S)
     assert 10e6 < allocated.total < 200e6
 

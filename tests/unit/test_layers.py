@@ -23,13 +23,19 @@ ALLOWED = {
         "on_cpu",
         "compat.py",
     ),
-    "megatron_anchor.training": ("training", "pretrain_gpt.py", "checkpoint/megatron_args.py"),
+    "megatron_anchor.training": (
+        "training",
+        "pretrain_gpt.py",
+        "checkpoint/megatron_args.py",
+        "checkpoint/megatron_model.py",
+    ),
     "megatron_anchor.attention": (
         "attention",
         "precision",
         "training",
         "pretrain_gpt.py",
         "checkpoint/megatron_model.py",
+        "checkpoint/transformers_model.py",
     ),
     **dict.fromkeys(KERNEL_LIBRARIES, ("attention/backends",)),
 }

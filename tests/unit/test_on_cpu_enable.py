@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron_anchor import on_cpu
-from megatron_anchor.on_cpu.table import Installer, Row, instead, owner_of
+from megatron_anchor.on_cpu.installer import Installer
+from megatron_anchor.patches import Patch, instead, owner_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,14 +43,15 @@ def test_importing_changes_nothing_and_enabling_twice_is_enabling_once() -> None
 
         def attributes():
             return {
-                row.target: getattr(table.owner_of(row), row.path[-1])
+                row.target: getattr(patches.owner_of(row), row.path[-1])
                 for row in rows.ROWS
                 if not row.target.startswith("megatron")
             }
 
-        from megatron_anchor.on_cpu import rows, table
+        from megatron_anchor import patches
+        from megatron_anchor.on_cpu import rows
         environment = dict(os.environ)
-        table.owner_of(rows.ROWS[0])
+        patches.owner_of(rows.ROWS[0])
         before = attributes()
         assert torch.cuda.is_available() is False
         assert dict(os.environ) == environment
@@ -89,8 +91,10 @@ def two() -> int:
     return 2
 
 
-def row_of(target: str, **fields: str | None) -> Row:
-    return Row(target=target, replacement=instead(two), reason="a test", **{"host": None, **fields})
+def row_of(target: str, **fields: str | None) -> Patch:
+    return Patch(
+        target=target, replacement=instead(two), reason="a test", **{"host": None, **fields}
+    )
 
 
 def test_rows_of_a_later_import_are_installed_after_it(host: str) -> None:
@@ -127,7 +131,9 @@ def test_a_plain_value_is_replaced_in_its_own_place_only(
 
 def test_an_installed_row_is_not_wrapped_again(host: str) -> None:
     installer = Installer()
-    row = Row(target=f"{host}:f", replacement=lambda f: lambda: f() + 1, reason="a test", host=None)
+    row = Patch(
+        target=f"{host}:f", replacement=lambda f: lambda: f() + 1, reason="a test", host=None
+    )
     installer.install([row])
     module = __import__(host)
     installer.install([row])
@@ -144,7 +150,9 @@ def test_a_host_of_another_version_is_left_alone_with_a_warning(
 
 
 def test_a_missing_target_names_the_row_the_host_and_the_remedy(host: str) -> None:
-    with pytest.raises(AttributeError, match=rf"{host}:C\.h does not exist .* install a version"):
+    with pytest.raises(
+        AttributeError, match=rf"{host}:C\.h, .* does not exist .* Install a version"
+    ):
         owner_of(row_of(f"{host}:C.h"))
 
 

@@ -21,9 +21,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_anchor.on_cpu.installer import Installer, Place
 from megatron_anchor.on_cpu.rows import ROWS
 from megatron_anchor.on_cpu.settings import SETTINGS
-from megatron_anchor.on_cpu.table import Installer, Place, owner_of
+from megatron_anchor.patches import owner_of
 
 ROOT = Path(__file__).parents[2]
 TARGETS = [row.target for row in ROWS]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_anchor.packing.blend import use_whole_blends
+from megatron_anchor import patches
+from megatron_anchor.packing.blend import PATCH as BLENDS
 from tests.unit.packing_oracle import build, make_config, plain, targets, write_corpus
 
 LARGE = [[[10 * n, 10 * n + 1, 10 * n + 2]] for n in range(100, 200)]
@@ -18,7 +19,7 @@ MIDDLE = [[[10 * n]] for n in range(300, 330)]
 
 @pytest.fixture(autouse=True)
 def _whole_blends() -> None:
-    use_whole_blends()
+    patches.apply(BLENDS)
 
 
 def corpora(folder: Path, **documents: Any) -> list[str]:

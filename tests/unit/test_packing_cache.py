@@ -14,10 +14,11 @@ import pytest
 from megatron.core.datasets import blended_megatron_dataset_builder as builder_module
 from megatron.core.datasets.blended_dataset import BlendedDataset as MegatronsBlendedDataset
 
+from megatron_anchor import patches
 from megatron_anchor.corpus.upsampling import make_document_list
 from megatron_anchor.packing import epoch_planner as planner_module
 from megatron_anchor.packing import epochs
-from megatron_anchor.packing.blend import use_whole_blends
+from megatron_anchor.packing.blend import PATCH as BLENDS
 from megatron_anchor.packing.cache import load_or_build
 from tests.unit.packing_oracle import (
     build,
@@ -222,7 +223,7 @@ def test_an_entry_that_describes_something_else_is_not_used(tmp_path: Path) -> N
 def test_a_damaged_blend_is_built_again_with_a_message(
     prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Any
 ) -> None:
-    use_whole_blends()
+    patches.apply(BLENDS)
     cache = tmp_path / "cache"
     other = write_corpus(tmp_path / "d", DOCUMENTS[5:])
     config = make_config(([prefix, other], [0.5, 0.5]), path_to_cache=str(cache))
@@ -248,7 +249,7 @@ def test_a_blend_is_the_one_that_megatron_makes(
 ) -> None:
     other = write_corpus(tmp_path / "d", DOCUMENTS[5:])
     config = make_config(([prefix, other], [0.3, 0.7]), path_to_cache=str(tmp_path / "cache"))
-    use_whole_blends()
+    patches.apply(BLENDS)
     ours = build(config, [20, 0, 0])[0]
     monkeypatch.setattr(builder_module, "BlendedDataset", MegatronsBlendedDataset)
     config.path_to_cache = str(tmp_path / "theirs")

@@ -163,6 +163,7 @@ def test_samples_collate_into_batches(tmp_path: Path) -> None:
         "labels": (torch.int64, (3, 9)),
         "loss_mask": (torch.float32, (3, 9)),
         "position_ids": (torch.int64, (3, 9)),
+        "router_mask": (torch.bool, (3, 9)),
         "cu_seqlens": (torch.int32, (3, 6)),
         "max_seqlen": (torch.int32, (3,)),
         "num_documents": (torch.int32, (3,)),
@@ -172,11 +173,12 @@ def test_samples_collate_into_batches(tmp_path: Path) -> None:
     }
 
 
-def test_a_sample_for_filling_a_batch_has_no_target(tmp_path: Path) -> None:
+def test_a_sample_for_filling_a_batch_counts_nowhere(tmp_path: Path) -> None:
     dataset = build_train(write_corpus(tmp_path / "c", SAMPLES[1]))
     sample = dataset[None]
     assert sample["loss_mask"].sum() == 0
     assert sample["labels"].sum() == 0
+    assert sample["router_mask"].sum() == 0
     assert torch.equal(sample["tokens"], dataset[0]["tokens"])
 
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_anchor import patches
 from megatron_anchor.packing import sample_index as sample_index_module
 from megatron_anchor.packing.balance import BalancedDataset, Balancing
-from megatron_anchor.packing.blend import use_whole_blends
+from megatron_anchor.packing.blend import PATCH as BLENDS
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.packing.sample_index import blocks_of_epochs
 from tests.unit.packing_oracle import (
@@ -147,7 +148,7 @@ def test_blocks_hold_every_epoch_once_and_few_documents() -> None:
 def test_a_blend_is_extended_without_another_order(
     tmp_path: Path, weights: list[float] | None
 ) -> None:
-    use_whole_blends()
+    patches.apply(BLENDS)
     corpora = [[[[100 * n + k for k in range(n % 9 + 1)]] for n in range(1, c)] for c in (40, 25)]
     prefixes = [write_corpus(tmp_path / f"c{n}", corpus) for n, corpus in enumerate(corpora)]
     config = make_config((prefixes, weights), path_to_cache=str(tmp_path / "cache"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_anchor.packing.cli import main
-from megatron_anchor.packing.statistics import batch_statistics
+from megatron_anchor.packing.statistics import attention_work_share
 from tests.unit.packing_oracle import ANCHOR, build_train, write_corpus
 
 DOCUMENTS = [[[10 * n + k for k in range(n * n % 23 + 1)]] for n in range(1, 60)]
@@ -36,7 +36,14 @@ def test_the_figures_are_those_of_the_samples(
         build_train(prefix, sequence_length=16, packing=packing, attention_pattern=pattern,
                     document_alignment=2)
     )  # fmt: skip
-    found = [batch_statistics(sample, sequence_length=16) for sample in samples]
+    found = [
+        (
+            sample["num_documents"],
+            sample["num_padding"] / 16,
+            attention_work_share(np.diff(sample["cu_seqlens"].numpy()), sequence_length=16),
+        )
+        for sample in samples
+    ]
     assert report["samples"] == report["samples_read"] == len(samples)
     assert report["documents"] == len(DOCUMENTS) == sum(report["document_lengths"])
     for name, key in (("documents_per_sample", 0), ("padding_share", 1)):

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_anchor.packing.interleave import Interleaving, _split, interleave
-from tests.unit.packing_oracle import plain
-from tests.unit.test_packing_options import build, packings
+from tests.unit.packing_oracle import build_case, packings, plain
 
 
 def test_chunks_are_shuffled_documents_in_order_within_the_bounds() -> None:
@@ -103,23 +102,29 @@ def test_full_moves_tokens_and_masked_patterns_move_positions_alike() -> None:
         interleaving = Interleaving(max_chunks=3, min_chunk_length=1)
         with tempfile.TemporaryDirectory() as folder:
             options["attention_pattern"] = "intra-document"
-            whole = list(build(case, folder))
-            masked = list(build(case, folder, interleaving=interleaving))
+            whole = list(build_case(case, folder))
+            masked = list(build_case(case, folder, interleaving=interleaving))
             anchored = list(
-                build(case, folder, interleaving=interleaving, attention_pattern="anchor")
+                build_case(case, folder, interleaving=interleaving, attention_pattern="anchor")
             )
-            full = list(build(case, folder, interleaving=interleaving, attention_pattern="full"))
-            again = list(build(case, folder, interleaving=interleaving))
+            full = list(
+                build_case(case, folder, interleaving=interleaving, attention_pattern="full")
+            )
+            again = list(build_case(case, folder, interleaving=interleaving))
         assert [plain(sample) for sample in masked] == [plain(sample) for sample in again]
         for before, moved, anchor, laid in zip(whole, masked, anchored, full, strict=True):
             for name in set(before) - {"position_ids"}:
-                assert before[name].tolist() == moved[name].tolist() == anchor[name].tolist()
+                assert before[name].tolist() == moved[name].tolist()
+                assert name == "router_mask" or before[name].tolist() == anchor[name].tolist()
             filled = len(before["tokens"]) - int(before["num_padding"])
             place = moved["position_ids"][:filled]
             assert sorted(place.tolist()) == list(range(filled))
             for name in ("tokens", "labels", "loss_mask"):
                 assert laid[name][place].tolist() == before[name][:filled].tolist()
             heads = set(before["cu_seqlens"][: int(before["num_documents"])].tolist())
+            copies = heads - {0}
+            for slot, counts in enumerate(before["router_mask"].tolist()):
+                assert anchor["router_mask"][slot] == (counts and slot not in copies)
             counted = 0
             for slot in place.argsort().tolist():
                 counted += slot not in heads

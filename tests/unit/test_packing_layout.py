@@ -45,6 +45,14 @@ COMMON = {
     "num_cut": [1, 2, 1],
     "num_padding": [0, 0, 10],
 }
+ONE_ANCHOR = {
+    "router_mask": [
+        [1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1],
+        [1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1],
+        [1, 1, *[0] * 10],
+    ]
+}
+EVERY_ANCHOR = {"router_mask": [[1] * 12, [1] * 12, [1, 1, *[0] * 10]]}
 MASKED = {
     "cu_seqlens": [
         [0, 5, 9, 12, 12, 12, 12],
@@ -55,6 +63,7 @@ MASKED = {
 }
 BY_PATTERN = {
     "anchor": MASKED
+    | ONE_ANCHOR
     | {
         "position_ids": [
             [0, 1, 2, 3, 4, 0, 5, 6, 7, 0, 8, 9],
@@ -63,8 +72,10 @@ BY_PATTERN = {
         ]
     },
     "intra-document": MASKED
+    | EVERY_ANCHOR
     | {"position_ids": [[*range(12)], [*range(12)], [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]]},
     "intra-document-reset": MASKED
+    | EVERY_ANCHOR
     | {
         "position_ids": [
             [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2],
@@ -72,7 +83,8 @@ BY_PATTERN = {
             [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
         ]
     },
-    "anchor-masked": {
+    "anchor-masked": ONE_ANCHOR
+    | {
         "cu_seqlens": [
             [0, 5, 6, 9, 10, *[12] * 8],
             [0, 5, 6, 9, 10, *[12] * 8],
@@ -85,7 +97,8 @@ BY_PATTERN = {
             [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
         ],
     },
-    "full": {
+    "full": EVERY_ANCHOR
+    | {
         "cu_seqlens": [[0, 12, 12, 12, 12, 12, 12]] * 3,
         "max_seqlen": [12, 12, 12],
         "position_ids": [[*range(12)]] * 3,
@@ -161,6 +174,7 @@ def test_fields_have_the_promised_types_and_shapes() -> None:
         "labels": ("int64", (11,)),
         "loss_mask": ("float32", (11,)),
         "position_ids": ("int64", (11,)),
+        "router_mask": ("bool", (11,)),
         "cu_seqlens": ("int32", (7,)),
         "max_seqlen": ("int32", ()),
         "num_documents": ("int32", ()),

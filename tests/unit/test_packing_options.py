@@ -175,7 +175,7 @@ def test_filling_changes_no_token_of_a_masked_sample() -> None:
                 anchor_position=options["anchor_position"],
                 first_token_loss=options["first_token_loss"],
             )
-            for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            for name in ("tokens", "labels", "loss_mask", "position_ids", "router_mask"):
                 assert sample[name][real].tolist() == fields[name][: len(bare)]
             assert all(b % options["document_alignment"] == 0 for b in sample["cu_seqlens"])
             seen["filled"] += len(bare) < len(slots)

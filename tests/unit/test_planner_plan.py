@@ -77,12 +77,65 @@ def test_communication_is_counted_in_rings():
     assert communication_of(model, Layout(), **sizes).total == 0
     ulysses = communication_of(model, Layout(cp=2), **sizes)
     # A layer sends q, k, v and the output's half of a rank's 512 slots, forward and backward.
-    assert ulysses.context == 32 * 2 * (4 * 4096 * 512 * 2 / 2)
+    assert ulysses.heads == 32 * 2 * (4 * 4096 * 512 * 2 / 2)
     ring = communication_of(model, Layout(cp=2, cp_comm="p2p"), **sizes)
-    assert ring.context == 32 * 3 * (2 * 4096 * 512 * 2)
+    assert ring.keys == 32 * 3 * (2 * 4096 * 512 * 2)
     tensor = communication_of(model, Layout(tp=2), **sizes)
     assert tensor.tensor == 32 * 10 * (4096 * 1024 * 2 / 2)
     assert communication_of(model, Layout(pp=2), **sizes).pipeline == 2 * 4096 * 1024 * 2
+
+
+GIVEN_BY_HAND = {
+    # GiB that a rank sends in one layer's forward pass, Llama-3-8B at 2^20 slots: query and output
+    # 32 heads, keys and values 8 (or as many as ranks), 128 dimensions of 2 bytes.
+    Layout(cp=32): 31 / 32 * 32768 * 128 * (2 * 32 + 2 * 32) * 2,
+    Layout(cp=32, cp_comm="gather"): 31 * 32768 * 2 * 8 * 128 * 2,
+    Layout(cp=32, cp_comm="a2a+gather", cp_heads=8): (
+        7 / 8 * 32768 * 128 * (2 * 32 + 2 * 8) * 2 + 3 * 32768 * 2 * 8 * 128 * 2
+    ),
+    Layout(cp=64, cp_comm="a2a+gather", cp_heads=8): (
+        7 / 8 * 16384 * 128 * (2 * 32 + 2 * 8) * 2 + 7 * 16384 * 2 * 8 * 128 * 2
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "gib"), zip(GIVEN_BY_HAND, (0.97, 3.88, 0.92, 0.71), strict=True)
+)
+def test_a_million_tokens_are_sent_as_counted_by_hand(layout, gib):
+    """Ulysses goes and comes back twice, gathered keys four times (the sums are float32)."""
+    found = communication_of(
+        MODELS["llama-3-8b"][0], layout, sequence_length=1 << 20, global_batch=1
+    )
+    forward = found.heads / 32 / 2 + found.keys / 32 / 4
+    assert forward == GIVEN_BY_HAND[layout]
+    assert forward / GIB == pytest.approx(gib, abs=0.005)
+
+
+def test_a_million_tokens_on_64_gpus_have_a_sensible_plan():
+    """Groups within heads and server, memory bounded, and 1.6 GiB of gathered keys at most."""
+    asked = question("llama-3-8b", "H100", 64, 1 << 20, batch=4)
+    plan = make_plan(asked)
+    best = plan.best.layout
+    assert best.cp_comm == "a2a+gather"
+    assert best.tp * best.heads_ranks <= 8
+    assert best.heads_ranks * best.keys_ranks == best.cp
+    # Twelve bytes a parameter over 32 ranks, six on each: nothing of it depends on the split.
+    states = 8.03e9 / best.tp * (6 + 12 / (best.cp * best.dp))
+    assert plan.best.memory.states == pytest.approx(states, rel=0.02)
+    ulysses = [c for c in plan.choices if c.layout.cp_comm == "a2a" and c.layout.tp == best.tp]
+    assert all(c.days >= plan.best.days for c in ulysses)
+    assert any("cannot be shared by 64 ranks" in r.reasons[0] for r in plan.refused)
+
+
+def test_gathered_parts_cost_a_few_tiles_more_and_zigzag_pieces_many():
+    """Of documents of about 1000 tokens at 131072 slots on 32 ranks."""
+    asked = question("llama-3-8b", "H100", 32, 131072)
+    whole = asked.work(Layout(cp=32)).tile_pairs
+    chunks = asked.work(Layout(cp=32, cp_comm="gather")).tile_pairs
+    ring = asked.work(Layout(cp=32, cp_comm="p2p")).tile_pairs
+    assert 1 <= chunks / whole < 1.3
+    assert ring / whole > 2
 
 
 def test_the_command_line_prints_layouts_refusals_assumptions_and_the_command(capsys):
@@ -124,8 +177,13 @@ def test_one_layout_may_be_asked_for(capsys):
 def test_a_refused_layout_ends_with_its_reason(capsys):
     assert main([*PAPER, "--tp", "1"]) == 1
     assert "needs 82." in capsys.readouterr().err
-    assert main(["--model", "qwen2.5-7b", "--seq-length", "65536", "--cp", "8"]) == 1
-    assert "28 query heads per TP rank cannot be shared by CP 8" in capsys.readouterr().err
+    assert (
+        main(
+            ["--model", "qwen2.5-7b", "--seq-length", "65536", "--cp", "8", "--cp-comm-type", "a2a"]
+        )
+        == 1
+    )
+    assert "28 query heads per TP rank cannot be shared by 8 ranks" in capsys.readouterr().err
 
 
 BAD = {

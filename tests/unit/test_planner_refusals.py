@@ -10,6 +10,7 @@ from megatron_anchor.attention.backends import Hardware
 from megatron_anchor.planner.gpus import find_gpu
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.models import MODELS
+from megatron_anchor.planner.plan import automatic
 from megatron_anchor.planner.refusals import refusals
 from megatron_anchor.training import validation
 from megatron_anchor.training.arguments import add_anchor_arguments
@@ -26,7 +27,7 @@ def namespace():
     command = (
         "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --bf16 "
         "--max-position-embeddings 64 --micro-batch-size 1 --position-embedding-type rope "
-        "--attention-dropout 0 --eval-interval 10"
+        "--attention-dropout 0 --eval-interval 10 --train-iters 4 --lr 1e-3"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["pretrain_gpt", *command.split()])
@@ -44,6 +45,9 @@ def arguments(namespace, model, layout, length):
     args.seq_length = args.max_position_embeddings = length
     args.tensor_model_parallel_size, args.sequence_parallel = layout.tp, layout.tp > 1
     args.context_parallel_size, args.cp_comm_type = layout.cp, [layout.cp_comm]
+    two_levels = layout.cp_comm == "a2a+gather"
+    sizes = [layout.heads_ranks, layout.keys_ranks] if two_levels else None
+    args.hierarchical_context_parallel_sizes = sizes
     return args
 
 
@@ -57,8 +61,11 @@ def test_a_layout_is_refused_exactly_where_a_launch_would_be(name, kind, namespa
     )
     monkeypatch.setattr(validation, "this_hardware", lambda: hardware)
     seen = set()
-    for tp, cp, comm, length in itertools.product(SIZES, SIZES, ("a2a", "p2p"), (4096, 4100)):
+    kinds = ("a2a", "p2p", "gather", "a2a+gather")
+    for tp, cp, comm, length in itertools.product(SIZES, SIZES, kinds, (4096, 4100)):
         layout = Layout(tp=tp, cp=cp, cp_comm=comm)
+        if comm == "a2a+gather":
+            layout = automatic(layout, model, gpu)
         ours = [
             reason
             for reason in refusals(model, layout, gpu=gpu, sequence_length=length, global_batch=1)
@@ -85,7 +92,7 @@ def test_every_kind_of_refusal_names_the_value_and_the_remedy():
     assert why() == ""
     assert "32 query heads cannot be shared by TP 3; use a divisor" in why(tp=3)
     assert "8 key/value heads and TP 16" not in why("llama-3-8b", tp=16)
-    assert "2 query heads per TP rank cannot be shared by CP 4" in why(tp=16, cp=4)
+    assert "2 query heads per TP rank cannot be shared by 4 ranks" in why(tp=16, cp=4)
     assert "32 layers cannot be shared by PP 5" in why(pp=5)
     assert "the padded vocabulary 152064 cannot be shared by TP 7" in why("qwen2.5-7b", tp=7)
     assert "--seq-length 1000 is no multiple of 16 (CP 8 x 2 x TP 1)" in why(length=1000, cp=8)

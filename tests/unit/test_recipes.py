@@ -27,7 +27,7 @@ from megatron_anchor.planner.launch import RECOMPUTE_FLAGS
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import slimpajama_like
 from megatron_anchor.planner.models import MODELS
-from megatron_anchor.planner.plan import Question, make_plan
+from megatron_anchor.planner.plan import Question, automatic, make_plan
 from megatron_anchor.training import validation
 from megatron_anchor.training.arguments import add_anchor_arguments, rope_scaling
 
@@ -326,8 +326,8 @@ def test_the_planner_shows_that_the_layout_fits(name, gpu, tmp_path, accepted):
         pp=args.pipeline_model_parallel_size,
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
-        cp_comm=args.cp_comm_type[0],
     )
+    layout = automatic(layout, MODELS[planned][0], find_gpu(gpu))
     asked = Question(planned, MODELS[planned][0], slimpajama_like(), find_gpu(gpu), 8, length, 8)
     plan = make_plan(asked, only=layout)
     (choice,) = plan.choices

@@ -23,7 +23,7 @@ def arguments(**given):
         "save_retain_interval": None,
         "train_iters": 100,
         "train_samples": None,
-        "rampup_batch_size": None,
+        "step_batch_size_schedule": None,
         "global_batch_size": 4,
     }
     return SimpleNamespace(**(defaults | given))

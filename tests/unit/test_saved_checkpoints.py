@@ -9,7 +9,8 @@ from megatron.training import checkpointing as host
 
 from megatron_anchor import compat
 from megatron_anchor.training.saved_checkpoints import (
-    explain_failed_saves,
+    WholeTrackers,
+    explaining_failures,
     failed_save,
     refusals,
     whole_checkpoints,
@@ -38,9 +39,7 @@ def test_a_tracker_that_cannot_be_written_stays_as_it_was(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(host, "maybe_msc", host.maybe_msc)
-    compat.write_trackers_whole()
-    compat.write_trackers_whole()  # changes nothing
+    monkeypatch.setattr(host, "maybe_msc", WholeTrackers(host.maybe_msc))
     tracker = folder / compat.TRACKER
     with host.maybe_msc.open(str(tracker), "w") as stream:
         assert tracker.read_text() == "8", "readers see the old one until the new one is there"
@@ -119,10 +118,8 @@ def test_without_a_folder_nothing_is_saved_and_nothing_fails(
     def save(*_: object) -> None:
         raise AssertionError("called")
 
-    monkeypatch.setattr(training, "save_checkpoint", save)
     monkeypatch.setattr(training, "get_args", lambda: Namespace(save=None))
-    explain_failed_saves()
-    training.save_checkpoint(3, None)
+    explaining_failures(save)(3, None)
     assert "without --save, iteration 3 is not saved" in capsys.readouterr().out
 
 

@@ -7,6 +7,7 @@ import inspect
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_anchor.attention.backends import te, te_rules
 from megatron_anchor.attention.packed import pack_micro_batch
-from megatron_anchor.attention.zigzag import slots_of_rank
+from megatron_anchor.context_parallel.split import slots_in_zigzag
 from tests import te_signatures, te_stand_in
 from tests.distributed.ranks import run_ranks
 from tests.unit.test_backend_refusals import FA2, FA3, FA4, TE, request, te_cp
@@ -77,7 +78,7 @@ def test_every_field_that_megatron_passes_on_is_known_to_transformer_engine():
 
 
 def test_documents_go_to_transformer_engine_as_plain_thd_without_padded_tensors():
-    params = te.thd_params(packed_documents())
+    params = te.thd_params(packed_documents().runs())
     assert type(params) is PackedSeqParams, "fields of a subclass are not sent"
     assert params.qkv_format == "thd"
     assert params.cu_seqlens_q.tolist() == [0, 37, 42, 132, 133, 256]
@@ -97,7 +98,7 @@ whole_documents = st.lists(st.integers(1, 6), min_size=1, max_size=7)
 def test_ranks_hold_every_slot_once_and_the_same_share_of_every_document(chunks, ranks):
     lengths = [2 * ranks * n for n in chunks]
     cu_seqlens = torch.tensor([[0, *lengths, 0]]).cumsum(1)
-    held = [slots_of_rank(cu_seqlens, cp_size=ranks, rank=r)[0] for r in range(ranks)]
+    held = list(torch.from_numpy(slots_in_zigzag(cu_seqlens[0].numpy(), cp_size=ranks)))
     assert torch.equal(torch.cat(held).sort().values, torch.arange(sum(lengths)))
     for a, b in zip(cu_seqlens[0], cu_seqlens[0, 1:], strict=False):
         work = {int((s[(s >= a) & (s < b)] - a + 1).sum()) for s in held}
@@ -110,7 +111,7 @@ def test_documents_that_cannot_be_cut_evenly_are_refused(ragged):
     with pytest.raises(
         ValueError, match=rf"document {number} .* has {length} slots.*--document-alignment 4"
     ):
-        slots_of_rank(torch.tensor([[0, *ragged]]).cumsum(1), cp_size=2, rank=0)
+        slots_in_zigzag(np.cumsum([0, *ragged]), cp_size=2)
 
 
 @needs_te
@@ -129,7 +130,8 @@ def test_our_partition_is_transformer_engines(chunks, ranks):
             theirs, _, _ = context_parallel.get_batch_on_this_cp_rank(
                 cu_seqlens, tokens, None, None
             )
-        assert torch.equal(slots_of_rank(cu_seqlens[None], cp_size=ranks, rank=rank), theirs)
+        ours = slots_in_zigzag(cu_seqlens.numpy(), cp_size=ranks)[rank]
+        assert np.array_equal(ours, theirs[0].numpy())
 
 
 @needs_te
@@ -142,8 +144,8 @@ def test_our_partition_is_the_example_in_transformer_engines_documentation():
     ]
     x, cu_seqlens, expected = lists[:3]
     assert cu_seqlens == [0, 8, 16, 24, 40]
-    held = [slots_of_rank(torch.tensor([cu_seqlens]), cp_size=4, rank=rank)[0] for rank in range(4)]
-    assert torch.tensor(x)[torch.cat(held)].tolist() == expected
+    held = slots_in_zigzag(np.array(cu_seqlens), cp_size=4)
+    assert np.array(x)[held.ravel()].tolist() == expected
 
 
 # Transformer Engine's real argument checks and choice of kernel.
@@ -193,9 +195,9 @@ def call_on_one_rank():
         return forward(self, *args, **kwargs)
 
     te_pytorch.DotProductAttention.forward = spy
-    out = kernel(q, k, v, packed=packed, scale=0.3, dropout=0.0)
+    out = kernel(q, k, v, runs=packed.runs(), scale=0.3, dropout=0.0)
     te_pytorch.DotProductAttention.forward = forward
-    expected = sdpa.attend(q, k, v, packed=packed, scale=0.3, dropout=0.0)
+    expected = sdpa.attend(q, k, v, runs=packed.runs(), scale=0.3, dropout=0.0)
     module = kernel._module(4, 2)
     heads_are_original = (config.num_attention_heads, config.sequence_parallel) == (4, False)
 
@@ -214,7 +216,7 @@ def call_on_one_rank():
 
     from megatron.core.transformer.enums import AttnMaskType
 
-    good = vars(te.thd_params(packed))
+    good = vars(te.thd_params(packed.runs()))
     errors = [
         error_of({**good, "mask": AttnMaskType.padding_causal, "cu_seqlens_q": long(good)}),
         error_of({**good, "mask": AttnMaskType.padding_causal, "qkv_format": "sbhd"}),
@@ -440,3 +442,75 @@ def test_stock_transformer_engine_layers_hold_our_attention():
     assert kinds[f"{attention}.q_layernorm"] == kinds["final_layernorm"] == "RMSNorm"
     assert "TorchNorm" not in kinds.values()
     assert keys == [], "the kernel leaves nothing in checkpoints"
+
+
+def latent_layers_on_one_rank(q_lora_rank, fused):
+    """The same with multi-latent attention and multi-token prediction."""
+    import torch.distributed as dist
+    from megatron.core import mpu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import MLATransformerConfig
+
+    from megatron_anchor.attention.layer_spec import anchor_block_spec
+    from megatron_anchor.attention.rope import RotarySettings
+
+    dist.init_process_group(backend="gloo")
+    mpu.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = MLATransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=24,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=16,
+        qk_layernorm=True,
+        mla_down_proj_fusion=fused,
+        mtp_num_layers=1,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        apply_rope_fusion=False,
+        transformer_impl="transformer_engine",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    spec = anchor_block_spec(
+        config, rotary=RotarySettings(head_dim=8, interleaved=True), backend="sdpa"
+    )
+    model = GPTModel(
+        config,
+        spec,
+        mtp_block_spec=spec.mtp,
+        vocab_size=128,
+        max_sequence_length=1,
+        position_embedding_type="none",
+    )
+    dist.destroy_process_group()
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    return kinds, [key for key in model.state_dict() if "core_attention" in key]
+
+
+@needs_te
+@pytest.mark.parametrize(("q_lora_rank", "fused"), [(None, False), (32, False), (32, True)])
+def test_latent_and_further_layers_of_transformer_engine_hold_our_attention(q_lora_rank, fused):
+    ((kinds, keys),) = run_ranks(latent_layers_on_one_rank, 1, q_lora_rank, fused)
+    layer = "AnchorFusedLatentAttention" if fused else "AnchorLatentAttention"
+    for prefix in ("decoder.layers.0", "mtp.layers.0.mtp_model_layer"):
+        attention = f"{prefix}.self_attention"
+        assert kinds[prefix] == "AnchorTransformerLayer"
+        assert kinds[attention] == layer
+        assert kinds[f"{attention}.core_attention"] == "AnchorCoreAttention"
+        assert kinds[f"{attention}.linear_kv_up_proj"] == "TELayerNormColumnParallelLinear"
+        if q_lora_rank is None:  # as in DeepSeek-V2-Lite: no norm but that of the layer
+            assert kinds[f"{attention}.linear_q_proj"] == "TEColumnParallelLinear"
+        else:
+            assert kinds[f"{attention}.linear_q_up_proj"] == "TELayerNormColumnParallelLinear"
+        down = "linear_qkv_down_proj" if fused else "linear_kv_down_proj"
+        expected = "TELayerNormColumnParallelLinear" if fused else "TELinear"
+        assert kinds[f"{attention}.{down}"] == expected
+    assert kinds["mtp.layers.0"] == "AnchorMultiTokenLayer"
+    assert "TorchNorm" not in kinds.values()
+    assert keys == []

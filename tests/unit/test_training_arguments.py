@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_anchor import compat
 from megatron_anchor.packing.interleave import Interleaving
+from megatron_anchor.training import anchor_copies, context_parallel
 from megatron_anchor.training.arguments import (
     AnchorArguments,
     add_anchor_arguments,
@@ -18,7 +20,6 @@ from megatron_anchor.training.arguments import (
 )
 from megatron_anchor.training.providers import anchor_token_id, document_lists, rotary_settings
 from megatron_anchor.training.validation import (
-    UNSUPPORTED_FLAGS,
     attention_request,
     refusals,
     require_supported,
@@ -27,7 +28,7 @@ from megatron_anchor.training.validation import (
 GOOD = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --position-embedding-type rope "
-    "--eval-interval 10"
+    "--eval-interval 10 --train-iters 4 --lr 1e-3"
 )
 
 
@@ -60,11 +61,15 @@ def test_all_our_flags_are_these(parse):
         "interleave_min_chunk_length",
         "interleave_max_chunk_length",
         "balance_attention_work",
+        "allow_model_change",
         "save_last",
         "save_last_every",
+        "anchor_in_window",
         "attention_precision",
         "anchor_attention_backend",
         "anchor_context_parallel",
+        "kv_gather_memory_mib",
+        "pad_documents_to",
         "rope_parameters",
         "rope_angle_dtype",
         "dump_bad_batch",
@@ -86,8 +91,35 @@ def test_good_arguments_are_not_refused(parse):
     require_supported(parse("--tensor-model-parallel-size 2 --context-parallel-size 2"))
 
 
-def test_context_parallelism_is_ulysses_unless_told_otherwise(parse):
-    assert parse().cp_comm_type == ["a2a"]
+@pytest.mark.parametrize(
+    ("flags", "kind", "sizes"),
+    [
+        ("", "a2a", None),
+        ("--num-query-groups 2", "a2a+gather", [2, 2]),
+        ("--num-query-groups 1", "gather", None),
+        ("--num-query-groups 2 --cp-comm-type a2a", "a2a", None),
+        ("--num-query-groups 8 --cp-comm-type gather", "gather", None),
+        ("--num-query-groups 8 --hierarchical-context-parallel-sizes 2 2", "a2a+gather", [2, 2]),
+        ("--tensor-model-parallel-size 4", "a2a+gather", [2, 2]),
+        ("--anchor-attention-backend te", "a2a", None),
+    ],
+)
+def test_auto_takes_as_many_ranks_for_heads_as_heads_and_node_allow(
+    parse, flags, kind, sizes, monkeypatch
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    groups = "" if "groups" in flags else "--num-query-groups 8 "
+    args = parse(f"--context-parallel-size 4 --group-query-attention {groups}{flags}")
+    context_parallel.resolve(args)
+    assert args.cp_comm_type == [kind]
+    assert args.hierarchical_context_parallel_sizes == sizes
+
+
+def test_ranks_that_exchange_heads_stay_within_a_node(parse, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    args = parse("--context-parallel-size 8")
+    context_parallel.resolve(args)
+    assert args.hierarchical_context_parallel_sizes == [2, 4]
 
 
 REFUSED = {
@@ -105,18 +137,24 @@ REFUSED = {
     "--group-query-attention --num-query-groups 3": "8 is not a multiple of --num-query-groups 3",
     "--num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6 "
     "--tensor-model-parallel-size 4": "--num-query-groups 6 and --tensor-model-parallel-size 4",
-    "--context-parallel-size 16": "8 query heads per tensor-parallel rank cannot be shared by 16",
+    "--context-parallel-size 16 --cp-comm-type a2a --seq-length 96": "8 query heads per "
+    "tensor-parallel rank cannot be shared by 16",
+    "--context-parallel-size 2 --cp-comm-type a2a gather": "gather is for all layers alike",
+    "--context-parallel-size 4 --hierarchical-context-parallel-sizes 4 2": "sizes 4 2: expected "
+    "two numbers A B with A x B = --context-parallel-size 4",
+    "--context-parallel-size 2 --kv-gather-memory-mib 10": "--kv-gather-memory-mib 10 has no",
+    "--context-parallel-size 2 --cp-comm-type gather --kv-gather-memory-mib 1 --seq-length 4096": (
+        r"--kv-gather-memory-mib 1: a single key/value head needs \d+ MiB at --seq-length 4096"
+    ),
     "--context-parallel-size 2 --cp-comm-type p2p": "--cp-comm-type p2p needs Transformer Engine",
     "--context-parallel-size 2 --cp-comm-type all_gather": "--cp-comm-type all_gather needs",
     "--anchor-attention-backend sdap": "unknown --anchor-attention-backend 'sdap'; did you mean",
     "--rope-parameters nonsense": "--rope-parameters is not JSON: 'nonsense'",
     "--rope-parameters 3": "--rope-parameters must be a JSON object",
     "--use-rope-scaling --rotary-seq-len-interpolation-factor 2": "two RoPE scalings",
-    "--multi-latent-attention": "--multi-latent-attention: MLA",
-    "--mtp-num-layers 1": "--mtp-num-layers: multi-token prediction",
     "--reset-position-ids": "use --attention-pattern intra-document-reset",
     "--mock-data": "--mock-data: packing needs real documents",
-    "--softmax-type learnable": "--softmax-type learnable: the kernels have no sink",
+    "--softmax-type learnable": "--attention-dropout 0.1 with a window or a sink: set it to 0",
     "--document-alignment 3": "--document-alignment 3: --seq-length 64 must be a multiple",
     "--document-alignment 0": "--document-alignment 0",
     "--anchor-token first": "--anchor-token first: expected bos, eos or a token id",
@@ -130,22 +168,41 @@ REFUSED = {
     "--interleave-chunks --attention-pattern intra-document-reset": "--interleave-chunks has no",
     "--anchor-position -3": "--anchor-position -3: expected 0 or more",
     "--interleave-chunks --interleave-max-chunks 0 --domain-tag-format y": "tag-format 'y'",
-    "--train-data-path 1 a 0 b": "--train-data-path gives the weight 0: expected above 0",
-    "--dataloader-fast-cache-load": "--dataloader-fast-cache-load: it opens the caches",
-    "--balance-attention-work --rampup-batch-size 4 4 100": "leave out --rampup-batch-size",
+    "--balance-attention-work --step-batch-size-schedule 0:4": "leave out --step-batch-size-sched",
+    "--balance-attention-work --decrease-batch-size-if-needed": "leave out --decrease-batch-size",
     "--balance-attention-work --dataloader-type cyclic": "needs --dataloader-type single",
     "--full-validation": "--full-validation: Megatron 0.19.2 needs --multiple-validation-sets",
     "--multiple-validation-sets": "--multiple-validation-sets: Megatron 0.19.2 needs --full-val",
     "--full-validation --multiple-validation-sets --pipeline-model-parallel-size 2 "
     "--num-virtual-stages-per-pipeline-rank 2": "--full-validation: .* interleaved pipelines",
     "--transformer-impl transformer_engine": "Transformer Engine is not installed",
-    "--fp8-format hybrid": "--fp8-format hybrid: only --transformer-impl transformer_engine",
+    "--fp8-format hybrid": "--fp8-format hybrid: it needs --transformer-impl transformer_engine",
+    "--validation-set-names a b": "--validation-set-names a b: Megatron needs --multiple-validat",
+    "--apply-layernorm-1p": "--apply-layernorm-1p needs Transformer Engine",
+    "--phase-transition-iterations 2": "--phase-transition-iterations 2: .*give --train-samples",
+    "--save s": "--save s needs --save-interval",
+    "--min-lr 1": "--min-lr 1.0 is above --lr 0.001",
+    "--lr-warmup-init 1": "--lr-warmup-init 1.0 is above --lr 0.001",
+    "--lr-warmup-iters 4": "--lr-warmup-iters 4 leaves nothing of the schedule's 4 iters",
+    "--lr-warmup-iters 4 --lr-decay-iters 3": "nothing of the schedule's 3 iters",
+    "--no-pad-vocab-size": "--no-pad-vocab-size: Megatron needs --padded-vocab-size",
+    "--recompute-granularity selective --recompute-modules mlp layernorm": "modules layernorm: Meg",
+    "--lr-decay-style WSD": "--lr-decay-style WSD needs --lr-wsd-decay-iters",
     '--rope-parameters \'{"rope_type":"yern"}\'': "unknown rope_type 'yern'",
     '--rope-parameters \'{"rope_type":"linear"}\'': "'linear' needs a parameter",
     "--rotary-percent 0.4": "RoPE rotates pairs",
     "--dump-bad-batch d --fp16": "dynamic loss scale, Inf and NaN are the signals",
     "--dump-bad-batch d --no-check-for-nan-in-loss-and-grad": "looks at no loss",
-    "--window-size 128,0": "sliding-window attention is not implemented",
+    "--num-experts 4 --moe-router-load-balancing-type quantile_balancing": "its quantiles would "
+    "count padding and copies",
+    "--num-experts 4 --mlp-chunks-for-training 2": "--mlp-chunks-for-training 2: Megatron does not",
+    "--window-size 7,0": "--attention-dropout 0.1 with a window or a sink: set it to 0",
+    "--window-size 7,7": "--window-size 7,7: expected W-1,0 for a causal window",
+    "--window-attn-skip-freq 2": "--window-attn-skip-freq has no effect without --window-size",
+    "--anchor-in-window": "--anchor-in-window has no effect without --window-size",
+    "--window-size 7,0 --anchor-in-window --attention-pattern full": "is for --attention-pattern "
+    "anchor, got full",
+    "--window-size 7,0 --window-attn-skip-freq [0,1,1]": "3 entries for --num-layers 2",
 }
 
 
@@ -155,9 +212,124 @@ def test_what_cannot_run_is_refused_with_value_and_remedy(extra, parse):
         require_supported(parse(extra))
 
 
-def test_missing_shape_arguments_are_named(parse):
+EXPERTS = "--num-experts 4 --hidden-dropout 0 --attention-dropout 0"
+NOT_EXACT = {
+    "": ["--hidden-dropout 0.1: it differs", "--attention-dropout 0.1: it differs"],
+    "--hidden-dropout 0": ["--attention-dropout 0.1: it differs"],
+    "--attention-pattern anchor-masked --attention-dropout 0": ["--hidden-dropout 0.1"],
+    "--attention-pattern full": [],
+    "--attention-pattern intra-document": [],
+    "--hidden-dropout 0 --attention-dropout 0 --moe-expert-capacity-factor 1": [],
+    EXPERTS: [],
+    f"{EXPERTS} --moe-expert-capacity-factor 1.5": ["--moe-expert-capacity-factor 1.5: padding"],
+    f"{EXPERTS} --moe-expert-capacity-factor 1 --attention-pattern full": ["padding and copies"],
+    f"{EXPERTS} --moe-input-jitter-eps 0.01": ["--moe-input-jitter-eps 0.01: it differs"],
+    f"{EXPERTS} --moe-router-force-load-balancing": ["-load-balancing routes at random"],
+    f"{EXPERTS} --moe-router-force-biased 0.5": ["--moe-router-force-biased routes at random"],
+}
+
+
+@pytest.mark.parametrize("extra", NOT_EXACT)
+def test_what_makes_copies_of_the_anchor_differ_is_said(extra, parse):
+    found = anchor_copies.warnings(parse(extra))
+    assert len(found) == len(NOT_EXACT[extra])
+    for text, expected in zip(found, NOT_EXACT[extra], strict=True):
+        assert expected in text
+
+
+def test_settings_of_experts_do_not_concern_dense_models(parse):
+    assert refusals(parse("--mlp-chunks-for-training 2")) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--optimizer muon", "--optimizer muon: emerging-optimizers is not installed; pip install"),
+        ("--async-save --use-persistent-ckpt-worker", "mcore.: nvidia-resiliency-ext is not inst"),
+        ("--async-save --use-persistent-ckpt-worker --async-strategy mcore", None),
+        ("--async-save", None),  # Megatron saves at once then
+        ("--log-straggler", "--log-straggler: nvidia-ml-py is not installed"),
+        ("--wandb-project x", "--wandb-project: wandb is not installed"),
+    ],
+)
+def test_packages_that_megatron_imports_late_are_named(flags, reason, parse, monkeypatch):
+    monkeypatch.setattr(compat, "is_installed", lambda module: False)
+    found = refusals(parse(flags))
+    assert len(found) == (reason is not None)
+    assert not reason or re.search(reason, found[0])
+    monkeypatch.setattr(compat, "is_installed", lambda module: True)
+    assert refusals(parse(flags)) == []
+
+
+def test_missing_arguments_are_named(parse):
     reasons = refusals(parse(base="--position-embedding-type rope"))
-    assert [r for r in reasons if "--hidden-size is missing" in r]
+    for name in ("--num-layers", "--hidden-size", "--seq-length", "--lr", "--train-iters (or"):
+        assert [r for r in reasons if r.startswith(name) and r.endswith(" is missing")], name
+
+
+def test_what_megatron_knows_by_another_name_is_not_missing(parse):
+    base = GOOD.replace("--seq-length", "--encoder-seq-length")
+    base = base.replace("--num-layers", "--encoder-num-layers")
+    args = parse(base=base)
+    assert refusals(args) == []
+    require_supported(args)
+    assert (args.seq_length, args.encoder_seq_length) == (64, None)
+    assert "--seq-length 63" in str(
+        refusals(parse("--context-parallel-size 2", base.replace("64", "63")))
+    )
+
+
+def test_the_old_switch_for_rotary_positions_wins(parse):
+    base = GOOD.replace("--position-embedding-type rope", "")
+    assert "--position-embedding-type learned_absolute" in str(refusals(parse(base=base)))
+    assert refusals(parse("--use-rotary-position-embeddings", base)) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "batches"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 1", 1),
+        ("--num-virtual-stages-per-pipeline-rank 2", 3),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 "
+            "--microbatch-group-size-per-virtual-pipeline-stage 3",
+            4,
+        ),
+    ],
+)
+def test_interleaved_pipelines_need_enough_micro_batches(extra, batches, parse, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = f"--num-layers 8 --pipeline-model-parallel-size 2 {extra} --global-batch-size"
+    [reason] = refusals(parse(f"{flags} {2 * batches}"))
+    assert f"makes {batches} micro-batches for each of 2 data-parallel ranks" in reason
+    assert refusals(parse(f"{flags} 12")) == []
+    schedule = flags.replace("--global-batch-size", "--step-batch-size-schedule")
+    assert refusals(parse(f"{schedule} 0:2")) == [], "batches grow"
+
+
+def test_pipelines_of_one_chunk_are_not_interleaved(parse, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    assert refusals(parse(f"{flags} --global-batch-size 1")) == [], "two layers on two ranks"
+
+
+def test_a_mistyped_flag_ends_with_its_name_and_not_with_all_flags(parse, capsys):
+    for words, message in (
+        ("--packign concat", "unrecognized arguments: --packign concat"),
+        ("--seq-length many", "argument --seq-length: invalid int value: 'many'"),
+        ("--packing never", "argument --packing: invalid choice: 'never'"),
+        ("--yaml-cfg x.yaml", "argument --yaml-cfg: pass the arguments on the command line"),
+    ):
+        with pytest.raises(ValueError, match=message) as raised:
+            parse(words)
+        assert str(raised.value).endswith("(--help lists all flags)")
+        assert len(str(raised.value).splitlines()) < 4
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_tokenizer_type_megatrons_own_default_is_taken(parse):
+    assert parse().tokenizer_type == "GPT2BPETokenizer"
+    assert parse("--tokenizer-type NullTokenizer").tokenizer_type == "NullTokenizer"
 
 
 def test_all_reasons_are_given_at_once(parse):
@@ -165,12 +337,6 @@ def test_all_reasons_are_given_at_once(parse):
         require_supported(
             parse("--attention-pattern anchr --seq-length 63 --context-parallel-size 2")
         )
-
-
-def test_every_unsupported_flag_still_exists_in_the_host(parse):
-    known = vars(parse())
-    known |= dict.fromkeys(("experimental_attention_variant", "window_size", "qk_clip"))
-    assert not [name for name in UNSUPPORTED_FLAGS if name not in known]
 
 
 def test_scalings_take_hugging_face_form(parse):
@@ -183,6 +349,58 @@ def test_scalings_take_hugging_face_form(parse):
     }
     yarn = '{"rope_type":"yarn","factor":4.0}'
     assert rope_scaling(parse(f"--rope-parameters '{yarn}'"))["rope_type"] == "yarn"
+
+
+DEFAULT = '{"rope_type":"default","rope_theta":5000000}'
+LINEAR = '{"rope_type":"linear","factor":2.0,"rope_theta":5000000.0,"partial_rotary_factor":0.5}'
+
+
+@pytest.mark.parametrize("base", ["", "--rotary-base 5000000", "--rotary-base=5000000"])
+def test_a_base_inside_rope_parameters_is_the_base(base, parse):
+    args = parse(f"--rope-parameters '{DEFAULT}' {base}")
+    assert rotary_settings(args).base == 5e6
+    require_supported(args)
+    assert (args.rotary_base, args.rope_parameters) == (5000000, None), "one place has it"
+    assert rotary_settings(args).base == 5e6
+
+
+def test_the_rest_of_rope_parameters_stays_where_it_was(parse):
+    args = parse(f"--rope-parameters '{LINEAR}'")
+    require_supported(args)
+    assert (args.rotary_base, args.rotary_percent) == (5000000, 0.5)
+    assert args.rope_parameters == '{"rope_type": "linear", "factor": 2.0}'
+    settings = rotary_settings(args)
+    assert dict(settings.scaling) == {"rope_type": "linear", "factor": 2.0}
+    assert (settings.base, settings.fraction) == (5e6, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            f"--rope-parameters '{DEFAULT}' --rotary-base 10000",
+            "rope_theta 5e.06, and --rotary-base",
+        ),
+        (
+            f"--rope-parameters '{DEFAULT}' --rotary-base 500000",
+            "--rotary-base is 500000; leave one",
+        ),
+        (
+            f"--rope-parameters '{LINEAR}' --rotary-percent 1.0",
+            "partial_rotary_factor 0.5, and --rot",
+        ),
+        ('--rope-parameters \'{"rope_theta":"1e6"}\'', "rope_theta is '1e6', expected a number"),
+        (
+            "--rope-parameters '{\"rope_theta\":NaN}'",
+            "rope_theta is nan, expected a number above 0",
+        ),
+        ("--rope-parameters '{\"rope_theta\":0}'", "rope_theta is 0, expected a number above 0"),
+        ("--rope-parameters '{\"mrope_section\":[8]}'", "nothing reads mrope_section"),
+    ],
+)
+def test_two_bases_and_unreadable_ones_are_refused(extra, message, parse):
+    with pytest.raises(ValueError, match=message):
+        require_supported(parse(extra))
 
 
 def test_rotary_settings_follow_the_flags(parse):

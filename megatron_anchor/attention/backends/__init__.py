@@ -3,7 +3,7 @@
 A backend is a module with ``why_not(request) -> str | None``, the reason why it cannot serve or
 None (a pure function), and with one of
 
-- ``attend(q_THD, k_TGD, v_TGD, *, packed, scale, dropout) -> out_THD``;
+- ``attend(q_THD, k_KGD, v_KGE, *, runs, scale, dropout, sink_H) -> out_THE`` (`Attend`);
 - ``bind(layer) -> attend``, where each layer needs an object of its own.
 
 Importing this package imports no kernel library.
@@ -26,7 +26,7 @@ from megatron_anchor.attention.backends.request import (
     Hardware,
     this_hardware,
 )
-from megatron_anchor.attention.packed import AnchorPackedSeqParams
+from megatron_anchor.attention.runs import Runs
 
 __all__ = ["BACKENDS", "AttentionRequest", "Choice", "Hardware", "this_hardware"]
 
@@ -46,14 +46,28 @@ class Attend(Protocol):
     def __call__(
         self,
         q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
+        k_KGD: Tensor,
+        v_KGE: Tensor,
         *,
-        packed: AnchorPackedSeqParams,
+        runs: Runs,
         scale: float,
         dropout: float,
+        sink_H: Tensor | None = None,
     ) -> Tensor:
-        """Attend causally inside every document of ``packed``: [T, H, D] in, [T, H, D] out."""
+        """Attend causally inside every run (`megatron_anchor.attention.runs`).
+
+        Args:
+            q_THD: [T, H, D] rotated queries of all runs.
+            k_KGD: [K, G, D] rotated keys of all runs; G divides H.
+            v_KGE: [K, G, E] values.
+            runs: which queries see which keys.
+            scale: factor of the logits.
+            dropout: probability of dropping an attention weight.
+            sink_H: [H] logits of the heads' sinks, None for none.
+
+        Returns:
+            [T, H, E] in the dtype of ``q_THD``.
+        """
         ...
 
 

@@ -1,10 +1,9 @@
-"""FlexAttention with a block mask built from document lengths.
+"""FlexAttention with a block mask built from the lengths of runs.
 
-The one kernel here that also does the paper's own layout, a single anchor which all documents of a
-sample see (``AnchorPackedSeqParams.shared_anchor``). Compiled on CUDA devices; on the CPU it runs
-uncompiled and forward only, for tests, with S x S scores.
+Compiled on CUDA devices; on the CPU it runs uncompiled and forward only, for tests, with S x S
+scores.
 
-Legend: T slots of the micro-batch, H query heads, G key/value heads, D head dim.
+Legend: T queries, K keys, H query heads, G key/value heads, D and E head dims of keys and values.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from megatron_anchor.attention.backends.request import (
     AttentionRequest,
     needs_device,
     needs_no_dropout,
-    needs_ulysses,
+    needs_our_communication,
 )
 
 if TYPE_CHECKING:
-    from megatron_anchor.attention.packed import AnchorPackedSeqParams
+    from megatron_anchor.attention.runs import Runs
 
 SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
 
@@ -46,53 +45,41 @@ def why_not(request: AttentionRequest) -> str | None:
             f"FlexAttention is for head dimensions from {SMALLEST_HEAD_DIM} to {LARGEST_HEAD_DIM}, "
             f"got {request.head_dim} (--kv-channels); use --anchor-attention-backend sdpa"
         )
-    return needs_ulysses(request) or needs_no_dropout(request)
+    return needs_our_communication(request) or needs_no_dropout(request)
 
 
 def attend(
     q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
+    k_KGD: Tensor,
+    v_KGE: Tensor,
     *,
-    packed: AnchorPackedSeqParams,
+    runs: Runs,
     scale: float,
     dropout: float,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally inside every document, and to the sample's anchor where it is shared.
-
-    Args:
-        q_THD: [T, H, D] rotated queries.
-        k_TGD: [T, G, D] rotated keys; G divides H.
-        v_TGD: [T, G, D] values.
-        packed: documents of the micro-batch; their lengths add up to T.
-        scale: factor of the logits.
-        dropout: must be 0.
-
-    Returns:
-        [T, H, D] in the dtype of ``q_THD``.
-    """
+    """Attend as `Attend` says; `dropout` must be 0."""
     assert not dropout
-    q_1HTD, k_1GTD, v_1GTD = (x.transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
-    out_1HTD = _flex_attention(q_THD.device.type)(
-        q_1HTD,
-        k_1GTD,
-        v_1GTD,
-        block_mask=packed.once("block mask", lambda: _block_mask(packed)),
-        scale=scale,
-        enable_gqa=q_THD.shape[1] != k_TGD.shape[1],
-    )
-    return out_1HTD[0].transpose(0, 1)
+    q_1HTD, k_1GKD, v_1GKE = (x.transpose(0, 1)[None] for x in (q_THD, k_KGD, v_KGE))
+    function = _flex_attention(q_THD.device.type)
+    options: dict[str, Any] = {
+        "block_mask": runs.cached("block mask", lambda: _block_mask(runs)),
+        "scale": scale,
+        "enable_gqa": q_THD.shape[1] != k_KGD.shape[1],
+    }
+    if sink_H is None:
+        return function(q_1HTD, k_1GKD, v_1GKE, **options)[0].transpose(0, 1)
+    # FlexAttention gives the gradient of its log-sum-exp, so the sink is plain arithmetic here.
+    out_1HTE, lse_1HT = function(q_1HTD, k_1GKD, v_1GKE, return_lse=True, **options)
+    kept_1HT = torch.sigmoid(lse_1HT - sink_H.to(lse_1HT.dtype)[:, None])
+    return (out_1HTE * kept_1HT[..., None]).to(q_THD.dtype)[0].transpose(0, 1)
 
 
-def _block_mask(packed: AnchorPackedSeqParams) -> Any:
+def _block_mask(runs: Runs) -> Any:
     # Here, since importing torch's FlexAttention takes a second that other kernels need not spend.
-    from megatron_anchor.attention.block_mask import documents_block_mask
+    from megatron_anchor.attention.block_mask import runs_block_mask
 
-    return documents_block_mask(
-        packed.cu_seqlens_q,
-        slots=sum(packed.document_lengths),
-        shared_anchor_every=packed.tokens_per_sample if packed.shared_anchor else None,
-    )
+    return runs_block_mask(runs)
 
 
 @cache

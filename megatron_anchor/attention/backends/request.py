@@ -7,6 +7,7 @@ each reason is tested without the machine that it is about.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,8 +19,13 @@ import torch
 PACKAGES = ("transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4")
 """Distributions that kernels come from, by the names under which pip knows them."""
 
-ULYSSES, TRANSFORMER_ENGINE = "ulysses", "te"
-"""Who does the communication of context parallelism."""
+ULYSSES, GATHER, ULYSSES_GATHER, TRANSFORMER_ENGINE = "ulysses", "gather", "ulysses+gather", "te"
+CONTEXT_PARALLEL = (ULYSSES, GATHER, ULYSSES_GATHER, TRANSFORMER_ENGINE)
+"""How context parallelism communicates: heads for slots, gathered keys and values, both, or
+Transformer Engine's own way."""
+
+OURS = ("a2a", "gather", "a2a+gather")
+"""Values of --cp-comm-type without Transformer Engine: any kernel serves."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -34,6 +40,8 @@ class Hardware:
     """Version of each of `PACKAGES` that is installed."""
     torch_varlen: bool = True
     """Whether torch has ``torch.nn.attention.varlen``."""
+    torch_varlen_windows: bool = True
+    """Whether it takes sliding windows."""
     cudnn: int = 92000
     """Version of cuDNN as it reports it, 9.20.0 being 92000; of no meaning on a CPU."""
     te_is_deterministic: bool = True
@@ -53,6 +61,7 @@ def this_hardware() -> Hardware:
         capability=capability,
         packages={name: found for name in PACKAGES if (found := _version(name))},
         torch_varlen=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
+        torch_varlen_windows=_torch_varlen_windows(),
         cudnn=0 if capability is None else _cudnn_version(),
         te_is_deterministic=os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0",
     )
@@ -64,6 +73,14 @@ def _capability() -> tuple[int, int] | None:
         return None
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.cuda.get_device_capability(local_rank % torch.cuda.device_count())
+
+
+def _torch_varlen_windows() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 def _cudnn_version() -> int:
@@ -87,6 +104,14 @@ class AttentionRequest:
     """Query heads of one tensor-parallel rank."""
     kv_heads: int = 1
     """Key/value heads of one tensor-parallel rank."""
+    value_dim: int | None = None
+    """Head dimension of the values, None where it is `head_dim`."""
+    window: bool = False
+    """Whether some layer has a sliding window."""
+    anchor_in_window: bool = False
+    """Whether the anchor stays visible in such layers."""
+    sink: bool = False
+    """Whether heads have a sink, fixed or learnable."""
     document_alignment: int = 1
     """Slots of every document are a multiple of it."""
     context_parallel_size: int = 1
@@ -103,24 +128,38 @@ class AttentionRequest:
     hardware: Hardware = Hardware()
 
     @property
+    def value_width(self) -> int:
+        """Head dimension of the values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def te_context_parallel(self) -> bool:
         """Whether Transformer Engine splits the documents over ranks."""
         return bool(self.context_parallel_kinds) and self.context_parallel == TRANSFORMER_ENGINE
 
+    @property
+    def gathers(self) -> bool:
+        """Whether queries attend to gathered keys, of which there are more than queries."""
+        return self.context_parallel in (GATHER, ULYSSES_GATHER) and self.context_parallel_size > 1
 
-def needs_ulysses(request: AttentionRequest) -> str | None:
+
+def needs_our_communication(request: AttentionRequest) -> str | None:
     """Refuse the context parallelism that needs a kernel with its own communication."""
-    foreign = [kind for kind in request.context_parallel_kinds if kind != "a2a"]
+    foreign = [kind for kind in request.context_parallel_kinds if kind not in OURS]
     if foreign:
         return (
             f"--cp-comm-type {' '.join(foreign)} needs Transformer Engine's own context "
-            "parallelism; this backend runs under Ulysses: use --cp-comm-type a2a (the default "
-            "of megatron_anchor)"
+            "parallelism; for this backend use --cp-comm-type auto, " + ", ".join(OURS)
         )
     if request.te_context_parallel:
         return (
             "--anchor-context-parallel te is Transformer Engine's own context parallelism; this "
             "backend runs under Ulysses: leave the flag out, or use --anchor-attention-backend te"
+        )
+    if request.gathers and request.dropout:
+        return (
+            f"--attention-dropout {request.dropout:g} where keys and values are gathered "
+            f"(--cp-comm-type {request.context_parallel_kinds[0]}) is not supported; set it to 0"
         )
     return None
 
@@ -150,10 +189,11 @@ def needs_device(request: AttentionRequest, *, capability: tuple[int, int]) -> s
 
 def needs_head_dim(request: AttentionRequest, *, largest: int, multiple: int) -> str | None:
     """Refuse head dimensions that the kernels were not built for."""
-    if request.head_dim > largest or request.head_dim % multiple:
+    widths = dict.fromkeys((request.head_dim, request.value_width))
+    if any(width > largest or width % multiple for width in widths):
         return (
             f"its kernels are for head dimensions up to {largest} that are multiples of "
-            f"{multiple}, got {request.head_dim} (--kv-channels); use "
+            f"{multiple}, got {'x'.join(map(str, widths))} (--kv-channels); use "
             "--anchor-attention-backend sdpa"
         )
     return None

@@ -25,7 +25,7 @@ from megatron_anchor.attention.backends.te_rules import why_not
 
 if TYPE_CHECKING:
     from megatron_anchor.attention.backends import Layer
-    from megatron_anchor.attention.packed import AnchorPackedSeqParams
+    from megatron_anchor.attention.runs import Runs
 
 __all__ = ["bind", "why_not"]
 
@@ -52,25 +52,22 @@ class TransformerEngineKernel:
         k_TGD: Tensor,
         v_TGD: Tensor,
         *,
-        packed: AnchorPackedSeqParams,
+        runs: Runs,
         scale: float,
         dropout: float,
+        sink_H: Tensor | None = None,
     ) -> Tensor:
-        """Attend causally inside every document.
+        """Attend as `Attend` says, over whole documents.
 
-        Args:
-            q_THD: [T, H, D] rotated queries, bfloat16 or float16; under Transformer Engine's
-                context parallelism the zigzag pieces of this rank.
-            k_TGD: [T, G, D] rotated keys; G divides H.
-            v_TGD: [T, G, D] values.
-            packed: documents of the micro-batch, with the lengths of whole documents.
-            scale: the layer's factor of the logits.
-            dropout: the config's attention dropout in training, else 0.
-
-        Returns:
-            [T, H, D] in the dtype of ``q_THD``.
+        Under Transformer Engine's context parallelism the tensors are this rank's zigzag pieces,
+        and `runs` has the lengths of whole documents. `dropout` is the config's in training, else
+        0; there is no sink.
         """
         assert scale == self._layer.scale
+        assert runs.whole_documents
+        # Its window is the config's, of this layer's number.
+        assert runs.window is None or not runs.window.keeps_anchor
+        assert sink_H is None
         module = self._module(q_THD.shape[1], k_TGD.shape[1])
         module.train(dropout == self._layer.config.attention_dropout)
         out = module(
@@ -79,7 +76,7 @@ class TransformerEngineKernel:
             v_TGD.contiguous(),
             None,
             attn_mask_type=AttnMaskType.padding_causal,
-            packed_seq_params=packed.once("thd", lambda: thd_params(packed)),
+            packed_seq_params=runs.cached("thd", lambda: thd_params(runs)),
         )
         return out.view(q_THD.shape)
 
@@ -134,11 +131,8 @@ def local_config(
     return local
 
 
-def thd_params(packed: AnchorPackedSeqParams) -> PackedSeqParams:
+def thd_params(runs: Runs) -> PackedSeqParams:
     """Give the documents in the form that Transformer Engine takes.
-
-    Args:
-        packed: documents of the micro-batch.
 
     Returns:
         Plain ``PackedSeqParams`` in thd format, lengths global, without padded tensors.
@@ -147,9 +141,9 @@ def thd_params(packed: AnchorPackedSeqParams) -> PackedSeqParams:
     explicit = {"pad_between_seqs": False} if "pad_between_seqs" in known else {}
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=packed.cu_seqlens_q,
-        cu_seqlens_kv=packed.cu_seqlens_kv,
-        max_seqlen_q=packed.max_seqlen_q,
-        max_seqlen_kv=packed.max_seqlen_kv,
+        cu_seqlens_q=runs.cu_q,
+        cu_seqlens_kv=runs.cu_k,
+        max_seqlen_q=runs.max_q,
+        max_seqlen_kv=runs.max_k,
         **explicit,
     )

@@ -47,6 +47,12 @@ def _device(request: AttentionRequest) -> str | None:
 def _kinds(request: AttentionRequest) -> str | None:
     if not request.context_parallel_kinds:
         return None
+    if request.gathers:
+        return (
+            f"--cp-comm-type {request.context_parallel_kinds[0]}: Transformer Engine's fused "
+            f"kernels take packed documents whole, as many keys as queries; {OTHERS}, or use "
+            "--cp-comm-type a2a"
+        )
     unknown = [kind for kind in request.context_parallel_kinds if kind not in FIRST_VERSION]
     if unknown:
         return f"--cp-comm-type {unknown[0]} is not one of {', '.join(FIRST_VERSION)}" + (
@@ -117,6 +123,32 @@ def _environment(request: AttentionRequest) -> str | None:
         return (
             "--deterministic-mode: Megatron stops at the first layer unless Transformer Engine is "
             "told so in the environment, too; export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+        )
+    return None
+
+
+def _mask(request: AttentionRequest) -> str | None:
+    """Windows and sinks: what its thd kernels do, and what this package hands over."""
+    if request.sink:
+        return (
+            f"--softmax-type: Transformer Engine keeps sinks of its own, which this package does "
+            f"not hand over; {OTHERS}, or flex"
+        )
+    if request.anchor_in_window:
+        return f"--anchor-in-window: its kernels have plain windows only; {OTHERS}, or flex"
+    if (
+        request.window
+        and request.te_context_parallel
+        and ("p2p" in request.context_parallel_kinds or "a2a+p2p" in request.context_parallel_kinds)
+    ):
+        return (
+            "--window-size: Transformer Engine's ring has no sliding windows; use --cp-comm-type "
+            "auto"
+        )
+    if request.value_width != request.head_dim:
+        return (
+            f"keys of {request.head_dim} and values of {request.value_width} dimensions were never "
+            f"tried with it; {OTHERS}"
         )
     return None
 
@@ -254,6 +286,7 @@ RULES: tuple[Callable[[AttentionRequest], str | None], ...] = (
     _version,
     _alignment,
     _heads,
+    _mask,
     _dropout,
     _environment,
     _kernel,

@@ -3,7 +3,8 @@
 One kernel for all documents, work proportional to the sum of squared lengths. torch has it for
 CUDA devices from sm80 on, in bfloat16 and float16.
 
-Legend: T slots of the micro-batch, H query heads, G key/value heads, D head dim.
+Legend: T queries, K keys, H query heads, G key/value heads, D and E head
+dims of keys and values.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from megatron_anchor.attention.backends.flash_lse import TorchLse
+from megatron_anchor.attention.backends.merged import attend_with_lse
 from megatron_anchor.attention.backends.request import (
     AttentionRequest,
     needs_device,
     needs_half_precision,
     needs_head_dim,
     needs_no_dropout,
-    needs_ulysses,
+    needs_our_communication,
 )
+from megatron_anchor.attention.backends.widths import equal_widths
 from megatron_anchor.attention.heads import repeat_heads
 
 if TYPE_CHECKING:
-    from megatron_anchor.attention.packed import AnchorPackedSeqParams
+    from megatron_anchor.attention.runs import Runs
 
 
 def why_not(request: AttentionRequest) -> str | None:
@@ -37,9 +41,11 @@ def why_not(request: AttentionRequest) -> str | None:
             "torch does not say that its backward pass is deterministic; leave out "
             "--deterministic-mode, or use --anchor-attention-backend sdpa"
         )
+    if request.window and not request.hardware.torch_varlen_windows:
+        return "this torch's varlen_attn has no sliding windows; upgrade torch (2.13 has them)"
     return (
         needs_device(request, capability=(8, 0))
-        or needs_ulysses(request)
+        or needs_our_communication(request)
         or needs_half_precision(request)
         or needs_head_dim(request, largest=256, multiple=8)
         or needs_no_dropout(request)
@@ -48,54 +54,50 @@ def why_not(request: AttentionRequest) -> str | None:
 
 def attend(
     q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
+    k_KGD: Tensor,
+    v_KGE: Tensor,
     *,
-    packed: AnchorPackedSeqParams,
+    runs: Runs,
     scale: float,
     dropout: float,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally inside every document.
-
-    Args:
-        q_THD: [T, H, D] rotated queries, bfloat16 or float16, on a CUDA device.
-        k_TGD: [T, G, D] rotated keys; G divides H.
-        v_TGD: [T, G, D] values.
-        packed: documents of the micro-batch; their lengths add up to T.
-        scale: factor of the logits.
-        dropout: must be 0.
-
-    Returns:
-        [T, H, D] in the dtype of ``q_THD``.
-    """
+    """Attend as `Attend` says; `dropout` must be 0."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert not dropout
-    keywords = _causal_keywords()
-    copies = q_THD.shape[1] // k_TGD.shape[1]
+    width = v_KGE.shape[-1]
+    q, k, v = equal_widths(q_THD, k_KGD, v_KGE)
+    if sink_H is not None or (runs.window is not None and runs.window.keeps_anchor):
+        kernel = TorchLse(runs, scale)
+        out = attend_with_lse(q, k, v, runs, kernel, scale=scale, sink_H=sink_H)
+        return out[..., :width]
+    keywords = _keywords(None if runs.window is None else runs.window.size)
+    copies = q.shape[1] // k.shape[1]
     if "enable_gqa" in keywords:
         keywords["enable_gqa"] = copies > 1
     else:
-        k_TGD, v_TGD = repeat_heads(k_TGD, copies=copies), repeat_heads(v_TGD, copies=copies)
-    cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    q, k, v = (x.contiguous() for x in (q_THD, k_TGD, v_TGD))
-    out: Any = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, **keywords
+        k, v = repeat_heads(k, copies=copies), repeat_heads(v, copies=copies)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    found: Any = varlen_attn(
+        q, k, v, runs.cu_q, runs.cu_k, runs.max_q, runs.max_k, scale=scale, **keywords
     )
-    return out
+    return found[..., :width]
 
 
 @cache
-def _spelling() -> tuple[tuple[str, Any], ...]:
+def known_parameters() -> frozenset[str]:
+    """Names of the parameters of this torch's ``varlen_attn``."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _keywords(window: int | None) -> dict[str, Any]:
     # torch 2.10 says is_causal; later releases say it with the window, and know GQA.
-    causal: tuple[str, Any] = (
-        ("window_size", (-1, 0)) if "window_size" in known else ("is_causal", True)
-    )
-    return (causal, ("enable_gqa", False)) if "enable_gqa" in known else (causal,)
-
-
-def _causal_keywords() -> dict[str, Any]:
-    return dict(_spelling())
+    known = known_parameters()
+    if "window_size" not in known:
+        assert window is None
+        return {"is_causal": True}
+    keywords: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    return keywords | ({"enable_gqa": False} if "enable_gqa" in known else {})

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Protocol
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,6 +47,13 @@ class EngineRecipe:
     arguments: Mapping[str, object]
     shares_threads: bool = False
     """Whether one instance uses all cores by itself (then one process is enough)."""
+    packages: tuple[str, ...] = ()
+    """The distributions whose code makes the ids."""
+
+    @property
+    def versions(self) -> list[str]:
+        """`NAME VERSION` of every package, sorted."""
+        return sorted(f"{name} {version(name)}" for name in self.packages)
 
     def make(self, *, threads: int = 1) -> Engine:
         """Build the engine with `threads` threads."""
@@ -64,7 +74,7 @@ class Tokenizer:
     native_engine: Engine
     """`native` as made for this process."""
     fast: EngineRecipe | None = None
-    """A faster engine to be checked against `native` before use."""
+    """A faster engine whose ids are proven to be those of `native`."""
     fast_unavailable: str = ""
     """Why `fast` is None."""
     eod_id: int | None = None
@@ -74,7 +84,8 @@ class Tokenizer:
     suffix: tuple[int, ...] = ()
     control_ids: frozenset[int] = frozenset()
     """Ids that no text may produce."""
-    vocabulary_digest: str = ""
+    digest: str = ""
+    """Of everything in the tokenizer's files that decides ids."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know; printed once."""
 
@@ -89,21 +100,30 @@ class Tokenizer:
         return replace(self, eod_id=eod_id)
 
     def fingerprint(self) -> str:
-        """A digest of vocabulary, behaviour on probe texts, eod and affixes (hex).
+        """A digest of all that decides ids: files, control tokens, eod, affixes, behaviour (hex).
 
-        Two corpora with one fingerprint were made by tokenizers that agree; file names and
-        library versions do not enter.
+        Two corpora with one fingerprint were made by tokenizers that agree; file names do not
+        enter. Ids of probe texts do, so that a library that changed its mind is noticed.
         """
-        digest = hashlib.sha256(self.vocabulary_digest.encode())
+        digest = hashlib.sha256(self.digest.encode())
         for ids in self.native_engine.encode_batch(self.probe_texts):
             digest.update(np.ascontiguousarray(ids, dtype="<i8").tobytes() + b"|")
-        digest.update(repr((self.vocab_size, self.eod_id, self.prefix, self.suffix)).encode())
+        facts = (self.vocab_size, self.eod_id, self.prefix, self.suffix, sorted(self.control_ids))
+        digest.update(repr(facts).encode())
         return digest.hexdigest()[:32]
 
     @property
     def probe_texts(self) -> tuple[str, ...]:
         """Texts that this tokenizer can encode."""
         return ("0 1 2",) if self.kind == "null" else PROBE_TEXTS
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; `CorpusError` where it is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorpusError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def digest_of(*parts: bytes | str) -> str:

@@ -76,7 +76,7 @@ def load_bytes(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
         native_engine=BytesEngine(),
         eod_id=size - 1,
         control_ids=frozenset(range(256, size)),
-        vocabulary_digest="bytes",
+        digest="bytes",
     ).with_eod(eod_id, flag="--null-tokenizer-eod-id")
 
 
@@ -91,5 +91,5 @@ def load_numbers(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
         native=EngineRecipe("numbers", f"{_MODULE}:NumbersEngine", {"vocab_size": vocab_size}),
         native_engine=NumbersEngine(vocab_size=vocab_size),
         eod_id=vocab_size - 1,
-        vocabulary_digest="numbers",
+        digest="numbers",
     ).with_eod(eod_id, flag="--null-tokenizer-eod-id")

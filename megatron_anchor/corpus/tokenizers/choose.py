@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from megatron_anchor.corpus.tokenizers import (
     sentencepiece_model,
     tiktoken_ranks,
 )
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer
+from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, read_json
 
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 TOKENIZER_TYPES = (
@@ -117,11 +116,8 @@ def _load_huggingface(config: TokenizerConfig) -> Tokenizer:
         if tiktoken_ranks.looks_like_ranks(_head(model)):
             return tiktoken_ranks.load(model, special=special, eod_token=config.eod_token)
         settings = path / "tokenizer_config.json"
-        adds_bos = (
-            json.loads(settings.read_text()).get("add_bos_token", True)
-            if settings.is_file()
-            else True
-        )
+        found = read_json(settings) if settings.is_file() else {}
+        adds_bos = found.get("add_bos_token", True) if isinstance(found, dict) else True
         return sentencepiece_model.load(model, special=special, affixes=affixes and adds_bos)
     return huggingface.load_folder(
         config.tokenizer_model,
@@ -146,8 +142,8 @@ def _guess_type(model: str | None) -> str:
     if tiktoken_ranks.looks_like_ranks(_head(path)):
         return "TikTokenizer"
     if path.suffix == ".json":
-        content = json.loads(path.read_text(encoding="utf-8"))
-        is_ranks = isinstance(content, list) or "vocab" in content
+        content = read_json(path)
+        is_ranks = isinstance(content, list) or (isinstance(content, dict) and "vocab" in content)
         return "TikTokenizer" if is_ranks else "HuggingFaceTokenizer"
     return "SentencePieceTokenizer"
 
@@ -170,8 +166,9 @@ def choose_engine(
 ) -> tuple[EngineRecipe, str]:
     """The engine to use and a sentence on why.
 
-    `auto` takes the fast engine where it is installed and gives the native ids on the probe texts,
-    on every control string and on `sample`, texts of the corpus itself.
+    `auto` takes the fast engine where the tokenizer has one: where it is installed, and its ids
+    follow from the tokenizer's kind. Whether it does as it should is tried nevertheless, on the
+    probe texts, on every control string and on `sample`, texts of the corpus itself.
     """
     if wanted == "native":
         return tokenizer.native, f"engine {tokenizer.native.name}, as asked"
@@ -185,7 +182,8 @@ def choose_engine(
     if not difference:
         return (
             tokenizer.fast,
-            f"engine {tokenizer.fast.name}: same ids on {len(sample)} sample texts",
+            f"engine {tokenizer.fast.name}, for texts of which its ids are known to be those of "
+            f"{tokenizer.native.name}",
         )
     if wanted == "gigatoken":
         raise CorpusError(f"--engine gigatoken: {difference}; use --engine native")

@@ -1,7 +1,9 @@
 """The optional `gigatoken` engine: many times faster where it gives the same ids.
 
-It matches added tokens always, so it is given tokenizers without the control ones. Its caches grow
-with new words, so the engine is made anew whenever the process has grown by `_MOST_GROWTH`.
+It is used for byte-level BPE only, and for the texts of which `byte_level` proves that its ids are
+those of the tokenizer's own library; that library encodes the others. It matches added tokens
+always, so it is given tokenizers without the control ones. Its caches grow with new words, so the
+engine is made anew whenever the process has grown by `_MOST_GROWTH`.
 """
 
 from __future__ import annotations
@@ -13,15 +15,22 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
 
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe
+from megatron_anchor.corpus.tokenizers.byte_level import (
+    NativeEngine,
+    TextProof,
+    normalizes,
+    unproven,
+)
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.gigatoken_engine:GigatokenEngine"
 _MOST_GROWTH = 1 << 30  # bytes
+_UNPROVEN = "gigatoken's ids are not known to be the same for this kind of tokenizer"
 _NOT_INSTALLED = (
     "gigatoken is not installed (pip install gigatoken orjson, the extra `fast`, makes this many "
     "times faster)"
@@ -29,14 +38,20 @@ _NOT_INSTALLED = (
 
 
 class GigatokenEngine:
-    """The `gigatoken` library; one instance uses all its threads."""
+    """The `gigatoken` library; one instance uses all its threads.
+
+    `native` makes the tokenizer's own library. `config` is a `tokenizer.json`; without it, `ranks`
+    and gigatoken's name of their split pattern are needed.
+    """
 
     name = "gigatoken"
 
     def __init__(
         self,
         *,
+        native: EngineRecipe,
         config: str | None = None,
+        normalized: bool = False,
         ranks: Mapping[bytes, int] | None = None,
         scheme: str | None = None,
         threads: int = 1,
@@ -47,6 +62,8 @@ class GigatokenEngine:
         self._parts = (config, ranks, scheme)
         self._parallel = threads > 1
         self._lock = threading.Lock()
+        self.native = native.make(threads=threads)
+        self._is_proven = TextProof(cast(NativeEngine, self.native), normalizes=normalized)
         self.library = self._make()
         self._process = psutil.Process()
         self._floor = self._process.memory_info().rss
@@ -66,10 +83,17 @@ class GigatokenEngine:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, uint32; one caller at a time."""
         with self._lock:
-            if self._process.memory_info().rss > self._floor + _MOST_GROWTH:
-                self.library = self._make()
-                self._floor = self._process.memory_info().rss
-            found = self.library.encode_batch(list(texts), parallel=self._parallel)
+            proven = [self._is_proven(text) for text in texts]
+            fast = iter(self._encode(list(itertools.compress(texts, proven))))
+            others = [text for text, is_proven in zip(texts, proven, strict=True) if not is_proven]
+            slow = iter(self.native.encode_batch(others) if others else ())
+        return [next(fast if is_proven else slow) for is_proven in proven]
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        if self._process.memory_info().rss > self._floor + _MOST_GROWTH:
+            self.library = self._make()
+            self._floor = self._process.memory_info().rss
+        found = self.library.encode_batch(texts, parallel=self._parallel)
         if isinstance(found, list):  # without awkward installed
             return found
         layout = found.layout
@@ -88,16 +112,24 @@ def _rank_lines(ranks: Mapping[bytes, int]) -> bytes:
     return b"".join(base64.b64encode(piece) + b" %d\n" % rank for piece, rank in rows)
 
 
-def recipe_from_json(config: Mapping[str, Any]) -> tuple[EngineRecipe | None, str]:
+def recipe_from_json(
+    config: Mapping[str, Any], *, native: EngineRecipe
+) -> tuple[EngineRecipe | None, str]:
     """A recipe for the content of a `tokenizer.json`, or None and the reason."""
     if importlib.util.find_spec("gigatoken") is None:
         return None, _NOT_INSTALLED
-    arguments = {"config": json.dumps(config)}
-    return EngineRecipe("gigatoken", _FACTORY, arguments, shares_threads=True), ""
+    if reason := unproven(config):
+        return None, f"{_UNPROVEN}: {reason}"
+    arguments = {
+        "config": json.dumps({**config, "normalizer": None}),
+        "normalized": normalizes(config),
+        "native": native,
+    }
+    return _recipe(arguments, native), ""
 
 
 def recipe_from_ranks(
-    ranks: Mapping[bytes, int], *, scheme: str | None
+    ranks: Mapping[bytes, int], *, scheme: str | None, native: EngineRecipe
 ) -> tuple[EngineRecipe | None, str]:
     """A recipe for tiktoken ranks, or None and the reason."""
     if importlib.util.find_spec("gigatoken") is None:
@@ -106,22 +138,11 @@ def recipe_from_ranks(
         return None, "gigatoken has no split pattern of this kind"
     if sorted(ranks.values()) != list(range(len(ranks))):
         return None, "gigatoken needs ranks that start at 0 without gaps"
-    arguments = {"ranks": dict(ranks), "scheme": scheme}
-    return EngineRecipe("gigatoken", _FACTORY, arguments, shares_threads=True), ""
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        return None, f"{_UNPROVEN}: there are bytes without a rank"
+    return _recipe({"ranks": dict(ranks), "scheme": scheme, "native": native}, native), ""
 
 
-def recipe_from_sentencepiece(model: bytes) -> tuple[EngineRecipe | None, str]:
-    """A recipe for a SentencePiece model (BPE with byte fallback), or None and the reason."""
-    if importlib.util.find_spec("gigatoken") is None:
-        return None, _NOT_INSTALLED
-    import gigatoken
-
-    from megatron_anchor.corpus.tokenizers import plain_text
-
-    try:
-        converted = getattr(gigatoken.Tokenizer.from_sentencepiece(model), "_hf_json", None)
-    except (ValueError, RuntimeError) as error:
-        return None, f"gigatoken does not take this model: {error}"
-    if converted is None:
-        return None, "this gigatoken version keeps no tokenizer.json of a SentencePiece model"
-    return recipe_from_json(plain_text.without_special(json.loads(converted)))
+def _recipe(arguments: Mapping[str, object], native: EngineRecipe) -> EngineRecipe:
+    packages = ("gigatoken", *native.packages)
+    return EngineRecipe("gigatoken", _FACTORY, arguments, shares_threads=True, packages=packages)

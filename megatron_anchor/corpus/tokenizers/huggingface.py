@@ -12,7 +12,13 @@ import numpy as np
 from megatron_anchor.corpus import hub
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine, plain_text
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
+from megatron_anchor.corpus.tokenizers.base import (
+    EngineRecipe,
+    Tokenizer,
+    affix_note,
+    digest_of,
+    read_json,
+)
 from megatron_anchor.corpus.tokenizers.plain_text import HIDING
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.huggingface:TokenizersEngine"
@@ -51,6 +57,19 @@ class TokenizersEngine:
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def unassigned(self, characters: str) -> str:
+        """Those of the characters that the library's Unicode tables do not know."""
+        from tokenizers import Regex
+        from tokenizers.pre_tokenizers import Split
+
+        known = Split(Regex(r"\P{Cn}+"), "removed")
+        return "".join(part for part, _ in known.pre_tokenize_str(characters))
+
+    def normalized(self, text: str) -> str:
+        """The text as the tokenizer's normaliser leaves it."""
+        normalizer = self.library.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens shown."""
         text = self.library.decode(list(ids), skip_special_tokens=False)
@@ -64,13 +83,14 @@ def load_file(path: Path, *, special: bool, affixes: bool, eod_token: str | None
     library's post-processor adds (a bos, for some tokenizers).
     """
     config = _read_json(path)
-    if "model" not in config:
+    if not isinstance(config.get("model"), dict):
         raise CorpusError(f"{path} is not a tokenizer.json: it has no 'model' entry")
     named = _named_tokens(path.parent)
-    contents = {token["content"] for token in config.get("added_tokens") or ()}
+    written = _as_the_library_writes_it(config, path=str(path))
+    contents = {token["content"] for token in written["added_tokens"]}
     eos = named.get("eos_token") or next((name for name in _EOS_NAMES if name in contents), None)
     return _describe(
-        config,
+        written,
         path=str(path),
         eos=eod_token or eos,
         named={"bos_token": named.get("bos_token"), **named},
@@ -148,7 +168,24 @@ def _describe(
     special: bool,
     affixes: bool,
 ) -> Tokenizer:
-    config = {**config, "truncation": None, "padding": None}  # documents are taken whole
+    config = _as_the_library_writes_it(config, path=path)
+    try:
+        return _described(config, path=path, eos=eos, named=named, special=special, affixes=affixes)
+    except Exception as error:
+        if type(error) is not Exception:  # the one that tokenizers raises
+            raise
+        raise CorpusError(f"{path} is no tokenizer that can be used: {error}") from error
+
+
+def _described(
+    config: Mapping[str, Any],
+    *,
+    path: str,
+    eos: str | None,
+    named: Mapping[str, str | None],
+    special: bool,
+    affixes: bool,
+) -> Tokenizer:
     own_unknown = plain_text.unknown_token(config)
     control: dict[str, int] = {}
     if not special:
@@ -168,9 +205,11 @@ def _describe(
         control.pop(own_unknown or "", None)  # any unknown character may give it
         config, encoded, engine = _guarded(config, encoded, engine, control, path=path)
     bos = named.get("bos_token")
-    stripped = config if special else plain_text.without_special(config)
-    fast, reason = gigatoken_engine.recipe_from_json(stripped)
-    recipe = EngineRecipe("tokenizers", _FACTORY, {"config": encoded, "plain_text": not special})
+    written = json.loads(engine.library.to_str())  # with the ids that the library itself gives
+    stripped = written if special else plain_text.without_special(written)
+    arguments = {"config": encoded, "plain_text": not special}
+    recipe = EngineRecipe("tokenizers", _FACTORY, arguments, packages=("tokenizers",))
+    fast, reason = gigatoken_engine.recipe_from_json(stripped, native=recipe)
     return Tokenizer(
         kind="huggingface",
         path=path,
@@ -184,9 +223,43 @@ def _describe(
         prefix=prefix,
         suffix=suffix,
         control_ids=frozenset(control.values()),
-        vocabulary_digest=digest_of(json.dumps(vocabulary, sort_keys=True)),
+        digest=digest_of(json.dumps(_deciding(written), sort_keys=True)),
         notes=(affix_note(prefix, suffix),) if prefix or suffix else (),
     )
+
+
+def _as_the_library_writes_it(config: Mapping[str, Any], *, path: str) -> dict[str, Any]:
+    """The config with every entry there, with the ids that count, and without truncation.
+
+    Raises:
+        CorpusError: it is no tokenizer.
+    """
+    from tokenizers import Tokenizer as Library
+
+    try:
+        written = Library.from_str(json.dumps(config)).to_str()
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CorpusError(f"{path} is no tokenizer that can be read: {error}") from error
+    return {**json.loads(written), "truncation": None, "padding": None}
+
+
+def _deciding(config: Mapping[str, Any]) -> Any:
+    """What of a tokenizer, as the library writes it, decides ids.
+
+    Entries that are empty or off are left out: a later version of the library may write more.
+    """
+    return _without_empty(
+        {name: config[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+    )
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_empty(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _without_empty(item) for name, item in value.items()}
+    return {name: item for name, item in kept.items() if item is not None and item is not False}
 
 
 def _guarded(
@@ -259,10 +332,7 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CorpusError(f"{path} cannot be read as JSON: {error}") from error
+    value = read_json(path)
     if not isinstance(value, dict):
         raise CorpusError(f"{path} holds a JSON {type(value).__name__}, expected an object")
     return value

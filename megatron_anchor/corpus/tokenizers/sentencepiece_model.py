@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_anchor.corpus.errors import CorpusError
-from megatron_anchor.corpus.tokenizers import gigatoken_engine
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.sentencepiece_model:SentencePieceEngine"
+_NOT_FAST = "gigatoken normalises some texts otherwise than sentencepiece does"
 
 
 class SentencePieceEngine:
@@ -66,24 +66,21 @@ def load(path: Path, *, special: bool, affixes: bool = False) -> Tokenizer:
     size = library.get_piece_size()
     control = frozenset(i for i in range(size) if library.is_control(i))
     bos, eos = library.bos_id(), library.eos_id()
-    pieces = [library.id_to_piece(i) for i in range(size)]
     prefix = (bos,) if affixes and bos >= 0 else ()
     user_defined = _user_defined(library, size)
-    fast, reason = gigatoken_engine.recipe_from_sentencepiece(model)
-    recipe = EngineRecipe("sentencepiece", _FACTORY, {"model": model})
+    recipe = EngineRecipe("sentencepiece", _FACTORY, {"model": model}, packages=("sentencepiece",))
     return Tokenizer(
         kind="sentencepiece",
         path=str(path),
         vocab_size=size,
         native=recipe,
         native_engine=recipe.make(),
-        fast=fast,
-        fast_unavailable=reason,
+        fast_unavailable=_NOT_FAST,
         eod_id=eos if eos >= 0 else None,
         bos_id=bos if bos >= 0 else None,
         prefix=prefix,
         control_ids=control,
-        vocabulary_digest=digest_of(*pieces),
+        digest=digest_of(model),
         notes=tuple(filter(None, (user_defined, affix_note(prefix, ()) if prefix else ""))),
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 
 from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, digest_of
+from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, digest_of, read_json
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.tiktoken_ranks:TiktokenEngine"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -26,11 +25,12 @@ _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
 )
-# Split patterns as published with each vocabulary; v1 and v2 are Megatron's TikTokenizer.
+# Split patterns as published with each vocabulary; v1 and v2 are Megatron's TikTokenizer. cl100k is
+# that of tiktoken 0.14 (tiktoken_ext/openai_public.py): white space at a text's end stays whole.
 PATTERNS = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "cl100k": _CONTRACTIONS
-    + r"|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
     "llama3": _CONTRACTIONS
     + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     + _TAIL,
@@ -47,7 +47,7 @@ PATTERNS = {
 _GIGATOKEN_SCHEMES = {
     "gpt2": "gpt2",
     "cl100k": "gpt4",
-    "llama3": "gpt4",
+    "llama3": "olmo3",
     "qwen2": "qwen2",
     "qwen35": "qwen35",
     "o200k": "o200k",
@@ -131,6 +131,20 @@ class TiktokenEngine:
             rows = [self.library.encode(text, allowed_special="all") for text in texts]
         return [np.array(row, dtype=np.uint32) for row in rows]
 
+    def unassigned(self, characters: str) -> str:
+        """Those of the characters that the library's Unicode tables do not know."""
+        import tiktoken
+
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        only = tiktoken.Encoding(
+            "unassigned", pat_str=r"\p{Cn}", mergeable_ranks=ranks, special_tokens={}
+        )
+        return bytes(only.encode_ordinary(characters)).decode("utf-8")
+
+    def normalized(self, text: str) -> str:
+        """The text itself: ranks have no normaliser."""
+        return text
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; ids without an entry are shown as `<id N>`."""
         parts = []
@@ -188,33 +202,42 @@ def load(
             f"({', '.join(sorted(specials)[:8]) or 'none'}); name it with "
             "--tokenizer-special-tokens, or give its number with --eod-id"
         )
-    expression = PATTERNS.get(wanted, wanted)
-    fast, reason = (None, "gigatoken would match special strings")
-    if not special:
-        fast, reason = gigatoken_engine.recipe_from_ranks(
-            found.ranks, scheme=_GIGATOKEN_SCHEMES.get(wanted)
-        )
+    expression = PATTERNS.get(str(wanted), wanted)
     arguments = {
         "ranks": found.ranks,
         "pattern": expression,
         "specials": specials,
         "plain_text": not special,
     }
-    recipe = EngineRecipe("tiktoken", _FACTORY, arguments)
+    recipe = EngineRecipe("tiktoken", _FACTORY, arguments, packages=("tiktoken",))
+    try:
+        engine = recipe.make()
+        engine.encode_batch(["a"])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CorpusError(
+            f"{path}: tiktoken does not take these ranks with the pattern {expression!r}: {error}"
+        ) from error
+    fast, reason = None, "gigatoken would not match special strings"
+    if not special:
+        fast, reason = gigatoken_engine.recipe_from_ranks(
+            found.ranks, scheme=_GIGATOKEN_SCHEMES.get(wanted), native=recipe
+        )
     top = max([*found.ranks.values(), *specials.values()]) + 1
     return Tokenizer(
         kind="tiktoken",
         path=str(path),
         vocab_size=max(top, found.vocab_size),
         native=recipe,
-        native_engine=recipe.make(),
+        native_engine=engine,
         fast=fast,
         fast_unavailable=reason,
         eod_id=specials[eos] if eos is not None else None,
         bos_id=specials.get(found.bos) if found.bos else None,
         control_ids=frozenset() if special else frozenset(specials.values()),
-        vocabulary_digest=digest_of(
-            expression, *(b"%d " % rank + piece for piece, rank in sorted(found.ranks.items()))
+        digest=digest_of(
+            expression,
+            repr(sorted(specials.items())),
+            *(b"%d " % rank + piece for piece, rank in sorted(found.ranks.items())),
         ),
     )
 
@@ -257,26 +280,27 @@ def _read_json_ranks(
     path: Path, special_tokens: Sequence[str], num_special: int, vocab_size: int
 ) -> _Ranks:
     """Megatron's list of {rank, token_bytes, token_str}, or Mistral's tekken around the same."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    pattern = "v2"
-    if isinstance(content, dict):
-        config = content.get("config", {})
-        pattern = config.get("pattern")
-        num_special = config.get("default_num_special_tokens", num_special)
-        vocab_size = config.get("default_vocab_size", vocab_size)
-        listed = content.get("special_tokens")
-        special_tokens = (
-            [token["token_str"] for token in listed] if listed else ("<unk>", "<s>", "</s>")
-        )
-        content = content.get("vocab")
-    if not isinstance(content, list) or not content:
-        raise CorpusError(f"{path} is no list of ranks with token_bytes (Megatron's or tekken's)")
-    ranks = {}
-    for entry in content[: vocab_size - num_special]:
-        try:
-            ranks[base64.b64decode(entry["token_bytes"])] = int(entry["rank"]) + num_special
-        except (KeyError, TypeError, binascii.Error) as error:
-            raise CorpusError(f"{path}: entry {len(ranks)} has no rank and token_bytes") from error
+    content, pattern = read_json(path), "v2"
+    try:
+        if isinstance(content, dict):
+            config, listed = content.get("config", {}), content.get("special_tokens")
+            pattern = config.get("pattern")
+            num_special = int(config.get("default_num_special_tokens", num_special))
+            vocab_size = int(config.get("default_vocab_size", vocab_size))
+            special_tokens = [token["token_str"] for token in listed or ()]
+            special_tokens = special_tokens or ("<unk>", "<s>", "</s>")
+            content = content["vocab"]
+        ranks = {
+            base64.b64decode(entry["token_bytes"]): int(entry["rank"]) + num_special
+            for entry in content[: vocab_size - num_special]
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CorpusError(
+            f"{path} is no list of ranks with token_bytes, Megatron's or tekken's "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not ranks:
+        raise CorpusError(f"{path} holds no ranks")
     specials = {token: i for i, token in enumerate(special_tokens)}
     eos = "</s>" if "</s>" in specials else None
     return _Ranks(ranks, pattern, specials, eos, "<s>" if "<s>" in specials else None)

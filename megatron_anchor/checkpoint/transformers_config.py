@@ -1,12 +1,17 @@
-"""Fields of config.json: of the right kind, and transformers' own values for missing ones."""
+"""What transformers makes of a config.json: missing fields, and fields that depend on others.
+
+Nothing is loaded by this: the family's config class gets the fields that are read, each checked.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.hugging_face_keys import read_keys
 
 SIZES = (
     "vocab_size",
@@ -44,7 +49,10 @@ ROPE = {
     "rope_parameters": dict,
     "rope_scaling": dict,
     "partial_rotary_factor": float,
+    "original_max_position_embeddings": int,
 }
+EXPERTS = ("num_experts", "num_local_experts")
+"""Names of one number: which of them a family has depends on transformers' version."""
 NULLABLE = {
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "layer_types"),
     *("mlp_only_layers", *ROPE),
@@ -86,30 +94,25 @@ def _check(name: str, value: Any, kind: type, *, positive: bool = True) -> None:
         )
 
 
-def with_defaults(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Fill in what a config leaves out by asking transformers' config class of its kind.
+def transformers_config(config: Mapping[str, Any], model_type: str) -> Any:
+    """Build transformers' own config object of a family.
 
     Args:
         config: content of config.json, with its fields checked.
         model_type: of the family.
-
-    Returns:
-        The config with every field of its class, ``rope_theta`` included where neither form of
-        rope parameters has it.
 
     Raises:
         CheckpointError: if the class refuses the values.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    given = {name: config[name] for name in (*SIZES, *DEFAULTED) if name in config}
+    names = read_keys(model_type) - {"architectures", "model_type", "quantization_config"}
+    given = {name: copy.deepcopy(config[name]) for name in names if name in config}
+    for name, other in (EXPERTS, EXPERTS[::-1]):
+        if name in given:
+            given.setdefault(other, given[name])
     try:
-        theirs = CONFIG_MAPPING[model_type](**given).to_dict()
+        return CONFIG_MAPPING[model_type](**given)
     except Exception as error:  # strict dataclasses have an Exception of their own
-        raise CheckpointError(f"config.json: transformers refuses it: {error}") from error
-    filled = {name: theirs[name] for name in DEFAULTED if name in theirs and name not in config}
-    forms = (config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config)
-    if all(form.get("rope_theta") is None for form in forms):
-        theta = (theirs.get("rope_parameters") or theirs)["rope_theta"]  # 5.x, 4.57
-        filled["rope_theta"] = theta
-    return {**config, **filled}
+        said = " ".join(str(error).split())
+        raise CheckpointError(f"config.json: transformers refuses it: {said}") from error

@@ -1,0 +1,1 @@
+"""Context parallelism on paper: which rank holds what, and what that costs; numpy alone."""
