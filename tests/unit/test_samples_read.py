@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.packing.blend import order_of_blend, use_whole_blends
+from megatron_anchor.packing.blend import order_of_blend
 from megatron_anchor.training.samples_read import FILE, Blend, _changes, note, read, write
 from tests.unit.packing_oracle import build, build_train, make_config, write_corpus
 
@@ -27,7 +27,7 @@ def arguments(folder: Path, read_so_far: int, **changed: Any) -> Namespace:
 
 @pytest.fixture
 def corpora(tmp_path: Path) -> dict[str, str]:
-    use_whole_blends()
+    patches.apply(BLENDS)
     return {name: write_corpus(tmp_path / name, corpus) for name, corpus in DOCUMENTS.items()}
 
 
