@@ -10,6 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_anchor import patches
+from megatron_anchor.packing.blend import PATCH as BLENDS
 from megatron_anchor.packing.blend import order_of_blend
 from megatron_anchor.training.samples_read import FILE, Blend, _changes, note, read, write
 from tests.unit.packing_oracle import build, build_train, make_config, write_corpus
