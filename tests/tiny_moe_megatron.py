@@ -103,7 +103,7 @@ def global_name(model, name):
         parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
-        here = tiny_moe.EXPERTS // mpu.get_expert_model_parallel_world_size()
+        here = model.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
         parts[place] = str(int(parts[place]) + here * mpu.get_expert_model_parallel_rank())
     return ".".join(parts)
 
@@ -123,5 +123,5 @@ def load(model, weights, biases):
         for name, parameter in model.named_parameters():
             parameter.copy_(share(name, weights[global_name(model, name)]))
         for name, module in model.named_modules():
-            if name.endswith("mlp.router"):
+            if name.endswith("mlp.router") and biases:
                 module.expert_bias.copy_(biases[global_name(model, name)])

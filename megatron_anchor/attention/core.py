@@ -6,7 +6,7 @@ that is causal inside every document. Everything else of the layer (QK norm, GQA
 recomputation) stays Megatron's.
 
 Legend: P context-parallel size, s slots of this rank, S = P x s, B micro-batch, H query heads,
-G key/value heads, D head dim.
+G key/value heads, D and E dims of keys and values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSS
 from megatron_anchor.attention.context_parallel import communication
 from megatron_anchor.attention.fused_rope import rotate_in_one_pass
 from megatron_anchor.attention.layer_window import layer_window
-from megatron_anchor.attention.packed import AnchorPackedSeqParams
+from megatron_anchor.attention.packed import AnchorPackedSeqParams, require_packed
 from megatron_anchor.attention.position_embedding import refuse_own_positions
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.attention.sinks import make_sink
@@ -46,9 +46,12 @@ class AnchorCoreAttention(MegatronModule):
         attention_type: Megatron's name of the attention kind (``self``).
         cp_comm_type: context-parallel kind of this layer, read by Transformer Engine only.
         softmax_scale: factor of the logits; None means 1 / sqrt(head_dim).
+        k_channels: dims of a key, as MLA's layer says; not read, the tensors tell.
+        v_channels: dims of a value; the same.
         pg_collection: process groups; its ``cp`` and ``hcp`` are used, and ``tp`` by Transformer
             Engine.
-        rotary: settings of the rotation (bound by the layer spec).
+        rotary: settings of the rotation, None where queries and keys come rotated (bound by the
+            layer spec).
         backend: name of the kernel (bound by the layer spec).
         precision: ``model``, or ``fp32`` for float32 from the rotation to the output, whatever the
             model's dtype (bound by the layer spec).
@@ -57,6 +60,8 @@ class AnchorCoreAttention(MegatronModule):
         gather_memory: bytes that gathered keys and values may take (bound by the layer spec).
         anchor_in_window: whether the anchor stays visible where the layer has a window (bound by
             the layer spec).
+        logit_scale: factor of the logits in the place of what the layer gives (bound by the layer
+            spec).
     """
 
     def __init__(
@@ -67,14 +72,17 @@ class AnchorCoreAttention(MegatronModule):
         attention_type: str,
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         *,
-        rotary: RotarySettings,
+        rotary: RotarySettings | None,
         backend: str,
         precision: str = "model",
         context_parallel: str = ULYSSES,
         gather_memory: int = GATHER_LIMIT,
         anchor_in_window: bool = False,
+        logit_scale: float | None = None,
     ) -> None:
         super().__init__(config=config)
         refuse_own_positions()
@@ -91,7 +99,11 @@ class AnchorCoreAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "hcp"])
         self.layer_number = max(1, layer_number)
         self.rotary = None if _skips_rope(config, self.layer_number) else rotary
-        self.scale = softmax_scale or 1.0 / math.sqrt(rotary.head_dim)
+        scale = logit_scale or softmax_scale
+        if scale is None:
+            assert rotary is not None
+            scale = 1.0 / math.sqrt(rotary.head_dim)
+        self.scale = scale
         self.communication = communication(
             context_parallel, pg_collection, memory_limit=gather_memory
         )
@@ -131,29 +143,24 @@ class AnchorCoreAttention(MegatronModule):
         """Attend over the packed documents of a micro-batch.
 
         Args:
-            query: [s, B, H, D] without position embedding.
-            key: [s, B, G, D] without position embedding.
-            value: [s, B, G, D].
+            query: [s, B, H, D] without position embedding, or rotated where `rotary` is None.
+            key: [s, B, G, D], the same.
+            value: [s, B, G, E].
             attention_mask: ignored; the documents say what is visible.
             attn_mask_type: ignored, causal.
             attention_bias: refused.
             packed_seq_params: documents and positions; required.
 
         Returns:
-            [s, B, H x D] in the dtype of ``query``.
+            [s, B, H x E] in the dtype of ``value``.
 
         Raises:
             ValueError: without packed documents, or with an attention bias.
         """
-        if not isinstance(packed_seq_params, AnchorPackedSeqParams):
-            raise ValueError(
-                "AnchorCoreAttention needs packed_seq_params of type AnchorPackedSeqParams, got "
-                f"{type(packed_seq_params).__name__}; build them with "
-                "megatron_anchor.attention.packed.pack_micro_batch"
-            )
+        packed_seq_params = require_packed(packed_seq_params)
         if attention_bias is not None:
             raise ValueError("AnchorCoreAttention does not support an attention bias")
-        dtype = query.dtype
+        dtype = value.dtype
         if self.precision == "fp32":
             query, key, value = query.float(), key.float(), value.float()
         if self.rotary is not None:

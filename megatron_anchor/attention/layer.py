@@ -39,4 +39,5 @@ class AnchorTransformerLayer(TransformerLayer):
         tp = self.pg_collection.tp
         rank, size = (tp.rank(), tp.size()) if self.config.sequence_parallel else (0, 1)
         router = packed.router
-        return packed.cached(("router", rank, size), lambda: router.share(rank=rank, size=size))
+        key = ("router", packed.depth, rank, size)
+        return packed.cached(key, lambda: router.share(rank=rank, size=size))

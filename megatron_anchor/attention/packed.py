@@ -10,7 +10,7 @@ frequencies.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_anchor.attention.future_tokens import FutureTokens
 from megatron_anchor.attention.gather import GatherPlan, plan_gather
 from megatron_anchor.attention.rope import RotarySettings, cos_and_sin, inverse_frequencies
 from megatron_anchor.attention.router_slots import RouterSlots
@@ -46,6 +47,10 @@ class AnchorPackedSeqParams(PackedSeqParams):
     """Documents that ``cu_seqlens`` has room for, so that its shape does not change."""
     router: RouterSlots | None = None
     """The slots that count as tokens in a router of experts; models without experts need none."""
+    future: FutureTokens | None = None
+    """What the layers of multi-token prediction read and predict; other models need none."""
+    depth: int = 0
+    """Which of these layers it is handed to, from 1; 0 for the model's own."""
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -58,6 +63,11 @@ class AnchorPackedSeqParams(PackedSeqParams):
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def at_depth(self, depth: int) -> AnchorPackedSeqParams:
+        """The same documents for a layer of multi-token prediction, with what it counts."""
+        assert self.future is not None
+        return replace(self, depth=depth, router=self.future.depths[depth - 1].router)
 
     @property
     def document_lengths(self) -> np.ndarray:
@@ -109,6 +119,21 @@ class AnchorPackedSeqParams(PackedSeqParams):
         )
 
 
+def require_packed(packed: Any) -> AnchorPackedSeqParams:
+    """Give what a layer was called with, if it is what the layers need.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if not isinstance(packed, AnchorPackedSeqParams):
+        raise ValueError(
+            "the attention of megatron_anchor needs packed_seq_params of type "
+            f"AnchorPackedSeqParams, got {type(packed).__name__}; build them with "
+            "megatron_anchor.attention.packed.pack_micro_batch"
+        )
+    return packed
+
+
 def pack_micro_batch(
     position_ids_Bs: Tensor,
     cu_seqlens_Bn: Tensor,
@@ -117,6 +142,7 @@ def pack_micro_batch(
     part_of_chunk: Sequence[np.ndarray] = (),
     pad_documents_to: int | None = None,
     router: RouterSlots | None = None,
+    future: FutureTokens | None = None,
 ) -> AnchorPackedSeqParams:
     """Merge the documents of a micro-batch's samples into one list.
 
@@ -129,6 +155,7 @@ def pack_micro_batch(
         part_of_chunk: see `AnchorPackedSeqParams`.
         pad_documents_to: see `AnchorPackedSeqParams`.
         router: the same; a model with experts needs it in training.
+        future: the same; a model with multi-token prediction needs it.
 
     Returns:
         Parameters whose documents cover the B x S slots, sample after sample, padding dropped.
@@ -145,6 +172,7 @@ def pack_micro_batch(
         part_of_chunk=tuple(part_of_chunk),
         pad_documents_to=pad_documents_to,
         router=router,
+        future=future,
     )
     runs = packed.runs()
     packed.cu_seqlens_q = packed.cu_seqlens_kv = runs.cu_q

@@ -13,6 +13,7 @@ Legend: S slots, B batch, H heads, D rotated dimensions of a head, F = D / 2 fre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -125,6 +126,24 @@ def _hugging_face_config(settings: RotarySettings, rope_type: str) -> Any:
     )
     config.standardize_rope_params = lambda: None
     return config
+
+
+def logit_scale(settings: RotarySettings, *, head_dim: int) -> float:
+    """Factor of the logits of a model whose RoPE settings may hold yarn's ``mscale_all_dim``.
+
+    DeepSeek's models multiply 1 / sqrt(head_dim) by mscale squared, mscale being
+    0.1 x mscale_all_dim x ln(factor) + 1 (transformers' ``yarn_apply_mscale``).
+
+    Args:
+        settings: of the rotation.
+        head_dim: dimensions of a query, not rotated ones included.
+    """
+    scale, scaling = 1.0 / math.sqrt(head_dim), settings.scaling
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    share, factor = scaling.get("mscale_all_dim") or 0.0, scaling.get("factor", 1.0)
+    if rope_type == "default" or factor <= 1:
+        return scale
+    return scale * (0.1 * share * math.log(factor) + 1.0) ** 2
 
 
 def cos_and_sin(

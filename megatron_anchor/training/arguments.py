@@ -15,6 +15,7 @@ from megatron_anchor.context_parallel.split import ZIGZAG
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.context_parallel import resolve as resolve_context_parallel
+from megatron_anchor.training.latent_rules import yarn_of_flags
 from megatron_anchor.windows import LayerWindows
 
 HAVE_A_FLAG = {
@@ -236,7 +237,8 @@ def rope_scaling(args: Namespace) -> dict[str, Any]:
 
     Args:
         args: Megatron's namespace; --rope-parameters wins nothing silently: it excludes Megatron's
-            own --use-rope-scaling and --rotary-seq-len-interpolation-factor.
+            own --use-rope-scaling, --rotary-seq-len-interpolation-factor and, for multi-latent
+            attention, --rotary-scaling-factor.
 
     Returns:
         Empty for plain RoPE; never with the keys that have a flag, for which see `rotary_base` and
@@ -261,6 +263,8 @@ def rope_scaling(args: Namespace) -> dict[str, Any]:
     if args.rotary_seq_len_interpolation_factor:
         factor = float(args.rotary_seq_len_interpolation_factor)
         kinds["--rotary-seq-len-interpolation-factor"] = {"rope_type": "linear", "factor": factor}
+    if yarn := yarn_of_flags(args):
+        kinds["--rotary-scaling-factor"] = yarn
     if len(kinds) > 1:
         raise ValueError(f"{' and '.join(kinds)} ask for two RoPE scalings; keep one of them")
     scaling = next(iter(kinds.values()), {})

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_anchor.attention.future_tokens import future_tokens
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_batch
 from megatron_anchor.attention.router_slots import router_slots, take_slots
 from megatron_anchor.attention.runs import move
@@ -53,6 +54,7 @@ def get_batch(
     rank: int,
     device: torch.device,
     has_experts: bool = False,
+    prediction_depths: int = 0,
     figures: tuple[str, ...] = FIGURES,
     pad_documents_to: int | None = None,
 ) -> MicroBatch:
@@ -64,6 +66,7 @@ def get_batch(
         rank: context-parallel rank.
         device: where the model is.
         has_experts: whether the model has routers, which must know the slots that count.
+        prediction_depths: of multi-token prediction, where this rank has its layers.
         figures: names of the samples' figures.
         pad_documents_to: see `AnchorPackedSeqParams`.
 
@@ -87,6 +90,11 @@ def get_batch(
     if has_experts:
         slots = router_slots(sample["router_mask"], sample["loss_mask"], own_slots=own_slots)
         router = slots.to(device)
+    future = None
+    if prediction_depths:
+        future = future_tokens(
+            sample, depths=prediction_depths, own_slots=own_slots, has_experts=has_experts
+        ).to(device)
     chunks = sample["part_of_chunk"].numpy() if split.gathers else ()
     numbers = [move(sample[name].long(), device) for name in figures]
     return MicroBatch(
@@ -100,6 +108,7 @@ def get_batch(
             part_of_chunk=[row[row >= 0] for row in chunks],
             pad_documents_to=pad_documents_to,
             router=router,
+            future=future,
         ),
         figures=dict(zip(figures, numbers, strict=True)),
         origin_B2=sample.get("origin"),

@@ -59,6 +59,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
             rank=mpu.get_context_parallel_rank(),
             device=torch.empty(0, device="cuda").device,
             has_experts=bool(args.num_experts),
+            prediction_depths=_prediction_depths(args),
             figures=_figures(args, training=model.training),
             pad_documents_to=args.pad_documents_to,
         )
@@ -77,6 +78,11 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
             packed_seq_params=batch.packed,
         )
     return output, partial(loss_function, batch=batch, report_packing=model.training)
+
+
+def _prediction_depths(args: Any) -> int:
+    """Depths of multi-token prediction, whose layers are on the last pipeline stage."""
+    return (args.mtp_num_layers or 0) if mpu.is_pipeline_last_stage() else 0
 
 
 def _figures(args: Any, *, training: bool) -> tuple[str, ...]:
@@ -102,7 +108,7 @@ def loss_function(
 
     Args:
         losses_Bs: [B, s] cross entropy of every slot.
-        batch: its loss mask and packing figures are read.
+        batch: its loss mask and packing figures are read, and what multi-token prediction found.
         report_packing: add the packing figures to the report (Megatron would print a perplexity
             for each of them during evaluation).
 
@@ -117,6 +123,8 @@ def loss_function(
     with bad_batch.judging(losses_Bs, batch.origin_B2):
         _check(loss, args)
     report = {"lm loss": torch.stack((loss.detach(), targets.to(loss.dtype)))}
+    if batch.packed.future is not None:
+        report |= _report_depths(batch, args)
     if report_packing:
         windows = model_windows(args)
         report |= packing_report(batch, seq_length=args.seq_length, windows=windows)
@@ -125,6 +133,25 @@ def loss_function(
         dist.all_reduce(targets, group=mpu.get_context_parallel_group())
         loss = loss * cp_size
     return loss, targets, report
+
+
+def _report_depths(batch: MicroBatch, args: Any) -> dict[str, Tensor]:
+    """Check and report what multi-token prediction found, as [sum, count] pairs.
+
+    Names are Megatron's; its values are means of the ranks' and micro-batches' means, these weigh
+    every target alike. A batch of short documents may have none, whose loss is then said to be 0.
+    """
+    future, report = batch.packed.future, {}
+    assert future is not None
+    for number, (depth, found) in enumerate(zip(future.depths, future.found, strict=True), 1):
+        total = found.losses_Bs.float().sum()
+        targets = depth.loss_mask_Bs.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        with bad_batch.judging(found.losses_Bs, batch.origin_B2):
+            _check(total, args, what=f" of mtp_{number}", spikes=False)
+        report[f"mtp_{number} loss"] = torch.stack((total, targets))
+        if found.correct is not None:
+            report[f"mtp_{number}_acceptance_rate"] = torch.stack((100 * found.correct, targets))
+    return report
 
 
 def packing_report(
@@ -164,14 +191,14 @@ def packing_report(
     }
 
 
-def _check(loss: Tensor, args: Any) -> None:
+def _check(loss: Tensor, args: Any, *, what: str = "", spikes: bool = True) -> None:
     """Stop on NaN and Inf, and report spikes, through Megatron's rerun machine."""
     machine = get_rerun_state_machine()
     checks = []
     if args.check_for_nan_in_loss_and_grad:
-        checks += [(torch.isnan, "found NaN in local forward loss calculation", True)]
-        checks += [(torch.isinf, "found Inf in local forward loss calculation", True)]
-    if args.check_for_spiky_loss:
+        checks += [(torch.isnan, f"found NaN in local forward loss calculation{what}", True)]
+        checks += [(torch.isinf, f"found Inf in local forward loss calculation{what}", True)]
+    if args.check_for_spiky_loss and spikes:
         spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
         checks += [(spiky, "Spiky loss", False)]
     for rejection, message, fatal in checks:

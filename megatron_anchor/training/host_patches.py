@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from megatron_anchor.attention import multi_token
 from megatron_anchor.packing import blend
 from megatron_anchor.patches import MEGATRON, MissingTargetError, Patch, apply, instead
 from megatron_anchor.terminal import logger_of
@@ -107,6 +108,8 @@ PATCHES = (
         ),
         lambda args: args.full_validation,
     ),
+    HostPatch(multi_token.LOSS_PATCH, lambda args: bool(args.mtp_num_layers)),
+    HostPatch(multi_token.LAYERS_PATCH, lambda args: bool(args.mtp_num_layers)),
 )
 
 

@@ -17,6 +17,7 @@ from megatron_anchor.training.providers import anchor_token_id
 from megatron_anchor.training.same_model import (
     Difference,
     differences,
+    lost_query_norm,
     lost_vocabulary,
     meant_values,
     restore,
@@ -92,7 +93,8 @@ def require_same_model(args: Namespace, parser: ArgumentParser) -> None:
         pattern = args.attention_pattern
         _say(args, f"{stored.folder} records no --attention-pattern: from here on {pattern}")
     reasons = [_contradiction(d, command_line) for d in wrong]
-    reasons += filter(None, [lost_vocabulary(args, stored.args)])
+    lost = lost_vocabulary(args, stored.args), lost_query_norm(stored.args)
+    reasons += filter(None, lost)
     if reasons:
         raise ValueError(_two_models(stored, reasons, wrong, command_line))
     if reasons := list(resumed_run.refusals(args, stored)):

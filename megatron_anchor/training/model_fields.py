@@ -76,6 +76,8 @@ MAY_CHANGE = {
     "the context's length": "max_position_embeddings seq_length",
     "rotary positions": "rope_angle_dtype rope_parameters rope_scaling_factor rotary_base "
     "rotary_seq_len_interpolation_factor use_rope_scaling",
+    "yarn of multi-latent attention": "beta_fast beta_slow mscale mscale_all_dim "
+    "original_max_position_embeddings rope_type rotary_scaling_factor",
     "what a token sees": "anchor_in_window anchor_position anchor_token attention_pattern",
     "dropout": "attention_dropout hidden_dropout",
     "precision": "apply_query_key_layer_scaling attention_precision attention_softmax_in_fp32 bf16 "
@@ -114,6 +116,7 @@ ONLY_WITH = {
     "q_lora_rank": "multi_latent_attention",
     "qk_head_dim": "multi_latent_attention",
     "qk_pos_emb_head_dim": "multi_latent_attention",
+    "rope_type": "multi_latent_attention",
     "rotary_scaling_factor": "multi_latent_attention",
     "v_head_dim": "multi_latent_attention",
 }

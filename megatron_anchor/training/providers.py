@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import get_args, get_tokenizer, print_rank_0
@@ -21,7 +22,7 @@ from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balanc
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import choose_anchor
-from megatron_anchor.training import anchor_copies, bad_batch
+from megatron_anchor.training import anchor_copies, bad_batch, samples_read
 from megatron_anchor.training.arguments import (
     document_alignment,
     interleaving,
@@ -34,8 +35,9 @@ from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.data_arguments import evaluates
 from megatron_anchor.training.data_needs import require_enough, validation_samples
 from megatron_anchor.training.full_validation import whole_batches
+from megatron_anchor.training.latent_rules import is_latent
 from megatron_anchor.training.same_data import require_same_data
-from megatron_anchor.training.validation import attention_request, gather_memory, head_dim
+from megatron_anchor.training.validation import attention_request, gather_memory, rotary_dim
 
 
 def anchor_token_id(args: Namespace, tokenizer: Any) -> int:
@@ -78,10 +80,10 @@ def token_id(tokenizer: Any, *names: str) -> int | None:
 def rotary_settings(args: Namespace) -> RotarySettings:
     """Read the rotation's settings from Megatron's arguments."""
     return RotarySettings(
-        head_dim=head_dim(args),
+        head_dim=rotary_dim(args),
         base=rotary_base(args),
         fraction=rotary_percent(args),
-        interleaved=args.rotary_interleaved,
+        interleaved=args.rotary_interleaved or is_latent(args),
         scaling=rope_scaling(args),
         max_position_embeddings=args.max_position_embeddings,
         angle_dtype=args.rope_angle_dtype,
@@ -214,7 +216,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
 
     Args:
         num_samples: samples of each split, by Megatron.
-        vp_stage: unused; every stage reads the same samples.
+        vp_stage: chunk of an interleaved pipeline; all of them read the same samples.
 
     Raises:
         ValueError: the data cannot be used, holds too few samples, or differs between ranks.
@@ -236,6 +238,9 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         valid = test = None  # Megatron's loaders refuse sets that are empty or were read before
     if args.full_validation:
         valid = _whole_batches(valid, args)
+    if train is not None and torch.distributed.get_rank() == 0 and not vp_stage:
+        for warning in samples_read.note(train, args, needed=num_samples[0]):
+            print(f"> warning: {warning}", flush=True)
     balance = balancing(args)
     if balance is not None and train is not None:
         train = BalancedDataset(train, balance)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron_anchor.checkpoint.argument_check import is_ours
 from megatron_anchor.training.arguments import rope_scaling
 from megatron_anchor.training.command_line import CommandLine
 from megatron_anchor.training.model_fields import may_change, model_fields, switch_of
@@ -132,6 +133,28 @@ def lost_vocabulary(ours: Namespace, theirs: Namespace) -> str | None:
     return (
         f"{rows} rows of the embedding here (--vocab-size, --padded-vocab-size, or the tokenizer's "
         f"size), {stored} there: rows of tokens would be cut; give --padded-vocab-size {stored}"
+    )
+
+
+def lost_query_norm(theirs: Namespace) -> str | None:
+    """Say why a multi-latent model of stock Megatron has a norm that would be left behind.
+
+    Without low rank of the queries its Transformer Engine layers normalise in front of their
+    projection a second time. DeepSeek-V2-Lite does not, nor does this package.
+    """
+    described = vars(theirs)
+    has_norm = (
+        described.get("multi_latent_attention")
+        and described.get("qk_layernorm")
+        and described.get("q_lora_rank") is None
+        and described.get("transformer_impl") == "transformer_engine"
+    )
+    if not has_norm or is_ours(described):
+        return None
+    return (
+        "--multi-latent-attention with --qk-layernorm and without --q-lora-rank there: Megatron's "
+        "layers of Transformer Engine have a norm in front of the query projection, which these "
+        "have not (nor has DeepSeek-V2-Lite); go on with Megatron's own pretrain_gpt.py"
     )
 
 

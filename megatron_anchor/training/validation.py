@@ -24,6 +24,8 @@ from megatron_anchor.training import (
     data_arguments,
     host_flags,
     last_checkpoints,
+    latent_rules,
+    multi_token_rules,
     run_rules,
     saved_checkpoints,
 )
@@ -38,6 +40,7 @@ from megatron_anchor.training.arguments import (
 )
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.context_parallel import refusals as context_refusals
+from megatron_anchor.training.latent_rules import is_latent
 from megatron_anchor.windows import FULL
 
 
@@ -91,6 +94,7 @@ def attention_request(args: Namespace) -> AttentionRequest:
     tp, sizes = args.tensor_model_parallel_size, args.hierarchical_context_parallel_sizes
     return AttentionRequest(
         head_dim=head_dim(args),
+        value_dim=value_dim(args),
         dtype=dtype,
         window=_has_windows(args),
         anchor_in_window=args.anchor_in_window and _has_windows(args),
@@ -114,8 +118,23 @@ def _has_windows(args: Namespace) -> bool:
 
 
 def head_dim(args: Namespace) -> int:
-    """Dimensions of an attention head: --kv-channels, else hidden size / heads."""
+    """Dimensions of a head's query and key: --kv-channels, else hidden size / heads.
+
+    With multi-latent attention those with and those without positions.
+    """
+    if is_latent(args):
+        return args.qk_head_dim + args.qk_pos_emb_head_dim
     return args.kv_channels or args.hidden_size // args.num_attention_heads
+
+
+def value_dim(args: Namespace) -> int:
+    """Dimensions of a head's value."""
+    return args.v_head_dim if is_latent(args) else head_dim(args)
+
+
+def rotary_dim(args: Namespace) -> int:
+    """Dimensions of a head in which its rotation lies, all of them or a part."""
+    return args.qk_pos_emb_head_dim if is_latent(args) else head_dim(args)
 
 
 def _host_flags(args: Namespace) -> Iterator[str]:
@@ -147,7 +166,7 @@ def _positions(args: Namespace) -> Iterator[str]:
         scaling, base, fraction = rope_scaling(args), rotary_base(args), rotary_percent(args)
         if next(_shape(args), None) is None:
             settings = RotarySettings(
-                head_dim=head_dim(args),
+                head_dim=rotary_dim(args),
                 base=base,
                 fraction=fraction,
                 scaling=scaling,
@@ -263,7 +282,8 @@ def gather_memory(args: Namespace) -> Memory:
     """What gathered keys and values take."""
     slots = args.seq_length * args.micro_batch_size
     itemsize = attention_request(args).dtype.itemsize
-    return Memory(slots=slots, longest=args.seq_length, width=2 * head_dim(args), itemsize=itemsize)
+    width = head_dim(args) + value_dim(args)
+    return Memory(slots=slots, longest=args.seq_length, width=width, itemsize=itemsize)
 
 
 def _backend(args: Namespace) -> Iterator[str]:
@@ -284,7 +304,9 @@ def _host_features(args: Namespace) -> Iterator[str]:
             "larger than --train-iters will do"
         )
     if args.full_validation and (
-        args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+        args.num_layers_per_virtual_pipeline_stage
+        or args.num_virtual_stages_per_pipeline_rank
+        or getattr(args, "virtual_pipeline_model_parallel_size", None)
     ):
         yield (
             "--full-validation: Megatron 0.19.2 mixes up validation sets and the chunks of "
@@ -383,6 +405,8 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _gather_memory,
     _backend,
     _host_features,
+    latent_rules.refusals,
+    multi_token_rules.refusals,
     _experts,
     _packing,
     data_arguments.refusals,

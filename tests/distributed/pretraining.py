@@ -53,19 +53,34 @@ def write_corpus(prefix: Path, lengths: list[int], *, seed: int = 0) -> Path:
 
 
 def pretrain(
-    ranks: int, arguments: str, *, tensorboard: Path, timeout: float = 300.0
+    ranks: int, arguments: str, *, tensorboard: Path, timeout: float = 300.0, without: str = ""
 ) -> dict[str, dict[int, float]]:
-    """Train on ``ranks`` processes; give {scalar: {iteration: value}}."""
-    run_ranks(run_program, ranks, f"{arguments} --tensorboard-dir {tensorboard}", timeout=timeout)
+    """Train on ``ranks`` processes; give {scalar: {iteration: value}}.
+
+    Args:
+        ranks: number of processes.
+        arguments: added to MODEL and TRAINING.
+        tensorboard: folder.
+        timeout: seconds until the ranks are killed.
+        without: a part of MODEL and TRAINING to leave out.
+    """
+    arguments = f"{arguments} --tensorboard-dir {tensorboard}"
+    run_ranks(run_program, ranks, arguments, without, timeout=timeout)
     return read_scalars(tensorboard)
 
 
-def run_program(arguments: str) -> None:
+def run_program(arguments: str, without: str = "") -> None:
     """Call the program's main() with a command line, as torchrun would."""
     from megatron_anchor import pretrain_gpt
 
-    sys.argv = ["pretrain_gpt", *(MODEL + TRAINING + arguments).split()]
+    sys.argv = ["pretrain_gpt", *(_base(without) + arguments).split()]
     pretrain_gpt.main()
+
+
+def _base(without: str) -> str:
+    base = MODEL + TRAINING
+    assert without in base, without
+    return base.replace(without, "") if without else base
 
 
 class Ending(NamedTuple):
@@ -93,12 +108,8 @@ def _ending(arguments: str, without: str) -> Ending:
 
     from megatron_anchor import pretrain_gpt
 
-    base = MODEL + TRAINING
-    if without:
-        assert without in base, without
-        base = base.replace(without, "")
     constants.HF_HUB_OFFLINE = True
-    sys.argv = ["pretrain_gpt", *shlex.split(base + arguments)]
+    sys.argv = ["pretrain_gpt", *shlex.split(_base(without) + arguments)]
     status = 0
     with redirect_stderr(StringIO()) as said, redirect_stdout(StringIO()) as told:
         try:

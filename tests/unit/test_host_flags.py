@@ -19,6 +19,7 @@ GOOD = (
     "--eval-interval 10 --train-iters 4 --lr 1e-3"
 )
 FLAGS = compat.host_flags()
+SWITCHED = {name: s for s, names in host_flags.READ_WITH.items() for name in names.split()}
 NEEDY = {*host_flags.NEEDS_ITS_LAYERS, *host_flags.NEEDS_TRANSFORMER_ENGINE}
 
 
@@ -118,7 +119,7 @@ def test_an_argument_without_effect_is_named_once_and_runs(good, actions, capsys
 
 def test_a_carried_argument_is_not_spoken_of(good, actions):
     for name, row in host_flags.ROWS.items():
-        if row.verdict != "carried" or name in NEEDY:
+        if row.verdict != "carried" or name in NEEDY or name in SWITCHED:
             continue
         args = copy.copy(good)
         value = other_value(actions[name])
@@ -126,6 +127,17 @@ def test_a_carried_argument_is_not_spoken_of(good, actions):
             continue
         setattr(args, name, value)
         assert host_flags.refusals(args) == [] == host_flags.without_effect(args), name
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_what_is_read_with_a_switch_only_is_named_without_it(name, good, actions):
+    args = copy.copy(good)
+    setattr(args, name, other_value(actions[name]))
+    [said] = host_flags.without_effect(args)
+    switch = FLAGS[SWITCHED[name]].names[0]
+    assert said.endswith(f": read with {switch} only")
+    setattr(args, SWITCHED[name], 1)
+    assert host_flags.without_effect(args) == []
 
 
 @pytest.mark.parametrize("name", host_flags.REFUSED_VALUES)
@@ -173,7 +185,7 @@ def test_a_flag_that_a_newer_megatron_added_is_refused_where_it_is_set(good, mon
 def test_a_value_as_good_as_the_default_is_not_refused(good):
     args = copy.copy(good)
     args.tensor_parallel_num_weight_shards, args.tensor_model_parallel_size = 2, 2
-    args.decoder_seq_length, args.mtp_num_layers = 64, 0
+    args.decoder_seq_length = 64
     assert host_flags.refusals(args) == []
     args.decoder_seq_length = 32
     assert "--decoder-seq-length 32" in str(host_flags.refusals(args))

@@ -20,6 +20,7 @@ from megatron_anchor.training.same_model import (
     SCALING,
     VOCABULARY,
     differences,
+    lost_query_norm,
     lost_vocabulary,
     meant_values,
     restore,
@@ -310,3 +311,28 @@ def test_arguments_of_samples_and_run_are_never_compared(run):
     theirs.tensor_model_parallel_size, theirs.recompute_granularity = 4, "full"
     assert not found(args, theirs, line)
     assert all(may_change(name) for name in ("seq_length", "attention_dropout", "rotary_base"))
+
+
+NORMED = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": None,
+    "transformer_impl": "transformer_engine",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ({}, True),
+        ({"q_lora_rank": 512}, False),
+        ({"qk_layernorm": False}, False),
+        ({"transformer_impl": "local"}, False),
+        ({"multi_latent_attention": False}, False),
+        ({"attention_pattern": "anchor"}, False),
+    ],
+)
+def test_a_norm_that_only_megatrons_layers_have_is_not_left_behind(change, lost):
+    reason = lost_query_norm(Namespace(**NORMED | change))
+    assert (reason is not None) == lost
+    assert not lost or "a norm in front of the query projection" in reason

@@ -442,3 +442,75 @@ def test_stock_transformer_engine_layers_hold_our_attention():
     assert kinds[f"{attention}.q_layernorm"] == kinds["final_layernorm"] == "RMSNorm"
     assert "TorchNorm" not in kinds.values()
     assert keys == [], "the kernel leaves nothing in checkpoints"
+
+
+def latent_layers_on_one_rank(q_lora_rank, fused):
+    """The same with multi-latent attention and multi-token prediction."""
+    import torch.distributed as dist
+    from megatron.core import mpu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import MLATransformerConfig
+
+    from megatron_anchor.attention.layer_spec import anchor_block_spec
+    from megatron_anchor.attention.rope import RotarySettings
+
+    dist.init_process_group(backend="gloo")
+    mpu.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = MLATransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=24,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=16,
+        qk_layernorm=True,
+        mla_down_proj_fusion=fused,
+        mtp_num_layers=1,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        apply_rope_fusion=False,
+        transformer_impl="transformer_engine",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    spec = anchor_block_spec(
+        config, rotary=RotarySettings(head_dim=8, interleaved=True), backend="sdpa"
+    )
+    model = GPTModel(
+        config,
+        spec,
+        mtp_block_spec=spec.mtp,
+        vocab_size=128,
+        max_sequence_length=1,
+        position_embedding_type="none",
+    )
+    dist.destroy_process_group()
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    return kinds, [key for key in model.state_dict() if "core_attention" in key]
+
+
+@needs_te
+@pytest.mark.parametrize(("q_lora_rank", "fused"), [(None, False), (32, False), (32, True)])
+def test_latent_and_further_layers_of_transformer_engine_hold_our_attention(q_lora_rank, fused):
+    ((kinds, keys),) = run_ranks(latent_layers_on_one_rank, 1, q_lora_rank, fused)
+    layer = "AnchorFusedLatentAttention" if fused else "AnchorLatentAttention"
+    for prefix in ("decoder.layers.0", "mtp.layers.0.mtp_model_layer"):
+        attention = f"{prefix}.self_attention"
+        assert kinds[prefix] == "AnchorTransformerLayer"
+        assert kinds[attention] == layer
+        assert kinds[f"{attention}.core_attention"] == "AnchorCoreAttention"
+        assert kinds[f"{attention}.linear_kv_up_proj"] == "TELayerNormColumnParallelLinear"
+        if q_lora_rank is None:  # as in DeepSeek-V2-Lite: no norm but that of the layer
+            assert kinds[f"{attention}.linear_q_proj"] == "TEColumnParallelLinear"
+        else:
+            assert kinds[f"{attention}.linear_q_up_proj"] == "TELayerNormColumnParallelLinear"
+        down = "linear_qkv_down_proj" if fused else "linear_kv_down_proj"
+        expected = "TELayerNormColumnParallelLinear" if fused else "TELinear"
+        assert kinds[f"{attention}.{down}"] == expected
+    assert kinds["mtp.layers.0"] == "AnchorMultiTokenLayer"
+    assert "TorchNorm" not in kinds.values()
+    assert keys == []

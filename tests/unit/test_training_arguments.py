@@ -152,8 +152,6 @@ REFUSED = {
     "--rope-parameters nonsense": "--rope-parameters is not JSON: 'nonsense'",
     "--rope-parameters 3": "--rope-parameters must be a JSON object",
     "--use-rope-scaling --rotary-seq-len-interpolation-factor 2": "two RoPE scalings",
-    "--multi-latent-attention": "--multi-latent-attention: MLA",
-    "--mtp-num-layers 1": "--mtp-num-layers 1: multi-token prediction",
     "--reset-position-ids": "use --attention-pattern intra-document-reset",
     "--mock-data": "--mock-data: packing needs real documents",
     "--softmax-type learnable": "--attention-dropout 0.1 with a window or a sink: set it to 0",

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_anchor import compat
 from megatron_anchor.training.arguments import AnchorArguments, adapted_defaults
-from megatron_anchor.training.host_flags.carried import CARRIED
+from megatron_anchor.training.host_flags.carried import CARRIED, READ_WITH
 from megatron_anchor.training.host_flags.refused import (
     HARMLESS,
     NEEDS_ITS_LAYERS,
@@ -28,6 +28,7 @@ __all__ = [
     "NEEDS_ITS_LAYERS",
     "NEEDS_TRANSFORMER_ENGINE",
     "OPTIONAL",
+    "READ_WITH",
     "REFUSED",
     "REFUSED_VALUES",
     "ROWS",
@@ -84,10 +85,19 @@ def without_effect(args: Namespace) -> list[str]:
         args: as in `refusals`.
     """
     return [
-        f"{as_typed(flag, value)}: {ROWS[name].text}"
+        f"{as_typed(flag, value)}: {reason}"
         for name, flag, value in _set_away_from_default(args)
-        if name in ROWS and ROWS[name].verdict == "without effect"
+        if (reason := _no_effect(name, args)) is not None
     ]
+
+
+def _no_effect(name: str, args: Namespace) -> str | None:
+    if name in ROWS and ROWS[name].verdict == "without effect":
+        return ROWS[name].text
+    switch = next((s for s, names in READ_WITH.items() if name in names.split()), None)
+    if switch is None or getattr(args, switch, None):
+        return None
+    return f"read with {compat.host_flags()[switch].names[0]} only"
 
 
 def as_typed(flag: compat.HostFlag, value: Any) -> str:

@@ -15,6 +15,13 @@ CARRIED: dict[str, str] = {
         hierarchical_context_parallel_sizes attention_backend flash_attention_version
         deterministic_mode window_size window_attn_skip_freq softmax_type
     """,
+    "this package, with --multi-latent-attention": """
+        multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+        mla_down_proj_fusion rope_type rotary_scaling_factor mscale mscale_all_dim
+    """,
+    "this package, with --mtp-num-layers": """
+        mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
+    """,
     "this package: packed datasets, through Megatron's dataset builder": """
         data_path split train_data_path valid_data_path test_data_path data_args_path
         per_split_data_args_path data_cache_path mmap_bin_files seq_length encoder_seq_length
@@ -189,3 +196,10 @@ CARRIED: dict[str, str] = {
     """,
 }
 """Who reads the arguments, by their names in Megatron's namespace."""
+
+READ_WITH: dict[str, str] = {
+    "multi_latent_attention": "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
+    "mla_down_proj_fusion rope_type rotary_scaling_factor mscale mscale_all_dim",
+    "mtp_num_layers": "mtp_loss_scaling_factor mtp_use_repeated_layer",
+}
+"""Switch to the arguments that nothing reads without it."""

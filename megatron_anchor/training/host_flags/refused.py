@@ -23,9 +23,6 @@ _KITCHEN = "never run with packed documents; leave it out"
 
 REFUSED: dict[str, str] = {
     # Attention that would take the place of this package's, or that the kernels do not have.
-    "multi_latent_attention": "MLA rotates only a part of each key and shares it between heads, "
-    "which this attention module does not do; train such a model with Megatron's own "
-    "pretrain_gpt.py",
     "experimental_attention_variant": "it would replace this package's attention; train such a "
     "model with Megatron's own pretrain_gpt.py",
     "linear_attention_freq": "linear-attention layers are not built here, but checkpoints would be "
@@ -41,8 +38,9 @@ REFUSED: dict[str, str] = {
     "heterogeneous_layers_config_encoded_json": _HETEROGENEOUS,
     "hybrid_layer_pattern": _HYBRID,
     "hybrid_override_pattern": _HYBRID,
-    "mtp_num_layers": "multi-token prediction builds its own stock attention, which would ignore "
-    "document boundaries without a word; leave it out",
+    "cache_mla_latents": "it is for inference; leave it out",
+    "mtp_detach_heads": "its gradients, cut off and clipped apart, were never compared with "
+    "anything here; leave it out",
     # Data: samples are packed here.
     "mock_data": "packing needs real documents; `make demo` builds a small corpus",
     "sft": "its dataset packs by itself; use a plain .bin/.idx corpus",
@@ -112,7 +110,6 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
         "local": "it asks for Megatron's own attention; leave it out (kernels are chosen with "
         "--anchor-attention-backend)"
     },
-    "rope_type": {"yarn": 'use --rope-parameters \'{"rope_type": "yarn", "factor": ...}\''},
     "dataloader_type": {"external": "packed datasets are no data loaders; use single or cyclic"},
     "tokenizer_type": {
         "MultimodalTokenizer": "this program trains on text; name another",

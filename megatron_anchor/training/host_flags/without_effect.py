@@ -17,9 +17,9 @@ WITHOUT_EFFECT: dict[str, str] = {
     """,
     "the rotation happens in this package's attention": "apply_rope_fusion",
     "rotary positions stay; scaled RoPE is --rope-parameters": """
-        add_position_embedding rope_type yarn_original_max_position_embeddings yarn_beta_fast
+        add_position_embedding yarn_original_max_position_embeddings yarn_beta_fast
         yarn_beta_slow yarn_correction_range_round_to_int relative_attention_num_buckets
-        relative_attention_max_distance mrope_section rotary_scaling_factor mscale mscale_all_dim
+        relative_attention_max_distance mrope_section
     """,
     "the slot behind a document's last token never has a target": "eod_mask_loss",
     "padding is known by its place and not by its token": "allow_ambiguous_pad_tokens",
@@ -30,10 +30,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "the block spec used here builds dense MLPs without it": "use_grouped_gemm_for_dense_mlp",
     # Settings of something that is refused, or is not built here.
     "read with --qk-clip only, which is refused": "qk_clip_alpha qk_clip_threshold",
-    "read with --multi-latent-attention only, which is refused": """
-        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents
-        mla_down_proj_fusion
-    """,
     "read with --experimental-attention-variant only, which is refused": """
         dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq
         dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
@@ -43,10 +39,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         linear_num_value_heads
     """,
     "read with --use-kitchen-attention only, which is refused": "kitchen_attention_backend",
-    "read with --mtp-num-layers only, which is refused": """
-        mtp_standalone mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
-        mtp_hybrid_override_pattern
-    """,
+    "Megatron reads them with other models only": "mtp_standalone mtp_hybrid_override_pattern",
     "read with --overlap-moe-expert-parallel-comm only, which is refused": """
         ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream
     """,
