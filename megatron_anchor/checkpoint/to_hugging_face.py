@@ -35,13 +35,13 @@ from megatron_anchor.checkpoint.hugging_face_config import (
 from megatron_anchor.checkpoint.hugging_face_weights import SHARD_BYTES, TensorPlan, write_weights
 from megatron_anchor.checkpoint.megatron_args import model_from_args
 from megatron_anchor.checkpoint.model import Model
-from megatron_anchor.checkpoint.output import output_folder
 from megatron_anchor.checkpoint.row_maps import Zeros
 from megatron_anchor.checkpoint.rows import AverageRows, Blocks, CastRows, Files, Rows
 from megatron_anchor.checkpoint.to_megatron import SOURCE_FOLDER
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint, iteration_folder
 from megatron_anchor.checkpoint.transformers_model import check_transformers_model
 from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import atomic_folder
 
 EMBEDDING = "embedding.word_embeddings.weight"
 LIKE_MUST_AGREE = (
@@ -116,7 +116,7 @@ def convert_to_hugging_face(
         new_config = config_for(model, dtype=weights_dtype, like=config)
         check_transformers_model(new_config, model)
         with (
-            output_folder(out) as temporary,
+            atomic_folder(out) as temporary,
             tqdm(
                 total=total,
                 unit="B",

@@ -32,12 +32,12 @@ from megatron_anchor.checkpoint.hugging_face_config import (
 )
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
-from megatron_anchor.checkpoint.output import output_folder
 from megatron_anchor.checkpoint.rows import BLOCK_BYTES, Blocks, CastRows, Files, Rows, row_bytes
 from megatron_anchor.checkpoint.torch_dist_writer import TorchDistWriter
 from megatron_anchor.checkpoint.transformers_model import check_transformers_model
 from megatron_anchor.compat import TRACKER
 from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import atomic_folder
 
 SOURCE_FOLDER = "hugging_face"
 ARGS_FILE = "megatron_args.txt"
@@ -111,7 +111,7 @@ def convert_to_megatron(
         )
         total = sum(row_bytes(w) * w.shape[0] for k, w in weights.items() if k not in not_carried)
         with (
-            output_folder(out) as folder,
+            atomic_folder(out) as folder,
             tqdm(
                 total=total, unit="B", unit_scale=True, disable=not progress, desc="to Megatron"
             ) as bar,

@@ -16,6 +16,7 @@ from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.rejections import RowError
 from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import atomic_write
 
 
 def shard_configs(config: PreprocessConfig, shards: int) -> list[PreprocessConfig]:
@@ -173,9 +174,9 @@ def _gather_rejected(config: PreprocessConfig, configs: Sequence[PreprocessConfi
     if not found:
         return None
     final = Path(f"{config.output_prefix}.rejected.jsonl")
-    temporary = final.with_name(final.name + ".new")
-    temporary.write_bytes(b"".join(part.read_bytes() for part in found))
-    os.replace(temporary, final)
+    with atomic_write(final) as stream:
+        for part in found:
+            stream.write(part.read_bytes())
     return str(final)
 
 

@@ -7,7 +7,6 @@ which they are met, so merged shards equal the corpus of one run byte for byte.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from megatron_anchor.corpus.manifest import (
 )
 from megatron_anchor.corpus.shards import is_one_run, shard_order
 from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import move_finished
 
 _BLOCK = 1 << 20  # elements moved at once
 _NAMES = ("bin", "domains.npy", "manifest.json", "idx")
@@ -79,7 +79,7 @@ def merge_corpora(
                 path.unlink()
             for name, final in zip(_NAMES, finals, strict=True):
                 if (folder / name).exists():
-                    os.replace(folder / name, final)
+                    move_finished(folder / name, final)
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error.strerror}") from error
     return manifest

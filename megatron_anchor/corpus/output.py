@@ -25,6 +25,7 @@ from megatron_anchor.corpus.indexed import write_index
 from megatron_anchor.corpus.locks import Lock, empty
 from megatron_anchor.corpus.manifest import DomainCount, KeyManifest, write_domains
 from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import atomic_write_text, move_finished
 
 _MOST_DOMAINS = 10_000
 _STREAMS = ("bin", "lengths", "ends", "domains")
@@ -294,12 +295,8 @@ class CorpusOutput:
         return value
 
     def _write_json(self, name: str, value: object) -> None:
-        temporary = self.folder / f"{name}.new"
-        with open(temporary, "w") as stream:
+        with atomic_write_text(self.folder / name) as stream:
             json.dump(value, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, self.folder / name)
 
     def finish(self, manifest: Mapping[str, Any]) -> list[KeyManifest]:
         """Build indices and manifests, rename everything, remove the folder.
@@ -328,7 +325,7 @@ class CorpusOutput:
                 part.unlink()
                 final.unlink(missing_ok=True)
             if part.exists():
-                os.replace(part, final)
+                move_finished(part, final)
         self._remove_folder()
         return manifests
 
@@ -374,7 +371,7 @@ class CorpusOutput:
         """Leave nothing but the list of rejected rows: there is nothing to go on from."""
         rejected = self.folder / "rejected"
         if rejected.exists() and rejected.stat().st_size:
-            os.replace(rejected, self.rejected_path)
+            move_finished(rejected, self.rejected_path)
         self._remove_folder()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from megatron_anchor.compat import quiet_imports_without_gpu
 from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.models import DTYPES, Placement
 from megatron_anchor.terminal import say, say_block, say_json
+from megatron_anchor.whole_files import atomic_write_text
 
 TABLES = "results.md"
 
@@ -180,7 +181,8 @@ def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_results(folder / RESULTS, results)
     told = as_markdown(results)
-    (folder / TABLES).write_text(told, encoding="utf-8")
+    with atomic_write_text(folder / TABLES) as stream:
+        stream.write(told)
     say_json(results) if args.json else say_block(told)
     sys.stdout.flush()
     for path in draw_all(folder, results):
