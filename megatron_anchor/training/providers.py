@@ -17,15 +17,14 @@ from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 from megatron_anchor.packing import blend
+from megatron_anchor.packing.anchor_token import choose_anchor
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
-from megatron_anchor.packing.patterns import choose_anchor
 from megatron_anchor.training import anchor_copies, bad_batch
 from megatron_anchor.training.arguments import (
-    document_alignment,
-    interleaving,
     model_windows,
+    packing_settings,
     rope_scaling,
     rotary_base,
     rotary_percent,
@@ -147,20 +146,13 @@ def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
         create_attention_mask=False,
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        attention_pattern=args.attention_pattern,
         anchor_token_id=anchor_token_id(args, tokenizer),
-        anchor_position=args.anchor_position,
-        first_token_loss=args.anchor_first_token_loss,
-        packing=args.packing,
-        document_alignment=document_alignment(args),
         document_lists=document_lists(args.document_list, blend, blend_per_split),
-        domain_tags=args.domain_tags,
-        domain_tag_format=args.domain_tag_format,
-        interleaving=interleaving(args),
         attention_windows=model_windows(args),
         context_parts=context_parallel(args).split.parts,
         pad_token_id=pad if pad is not None and pad < tokenizer.vocab_size else 0,
         vocab_size=tokenizer.vocab_size,
+        **vars(packing_settings(args)),
     )
 
 

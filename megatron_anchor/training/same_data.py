@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,12 +16,10 @@ import torch.distributed as dist
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.cache import digest
 from megatron_anchor.packing.config import PackedDatasetConfig
+from megatron_anchor.packing.settings import PackingSettings
 
 SETTINGS = (
-    "attention_pattern",
-    "anchor_position",
-    "first_token_loss",
-    "interleaving",
+    *(one.name for one in fields(PackingSettings)),
     "pad_token_id",
     "vocab_size",
 )
