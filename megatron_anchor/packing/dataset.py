@@ -125,7 +125,7 @@ class PackedDataset(MegatronDataset):
             logging.INFO,
             f"> {index_split.name} split of {dataset_path}: an epoch is "
             + self.figures.summary(sequence_length=config.sequence_length)
-            + f"; {self._samples.epochs} epochs for {num_samples} samples",
+            + f"; epochs read: {self._samples.epochs}",
         )
 
     def extend(self, num_samples: int | None) -> None:

@@ -56,9 +56,13 @@ def _require(dataset: Any, name: str, needed: int | None, args: Namespace) -> No
     if dataset is None and needed != 0:
         remedy = "" if name == "training" else ", or --eval-iters 0 to train without evaluation"
         option = {"training": "--train-data-path", "validation": "--valid-data-path"}[name]
+        reason = (
+            f"--split {args.split} gives it nothing; give it a share, or name"
+            if args.split
+            else f"no {option} is given; name"
+        )
         raise ValueError(
-            f"no document is left for {name}: --split {args.split} gives it nothing; give it a "
-            f"share, or name corpora for it with {option}{remedy}"
+            f"no document is left for {name}: {reason} corpora for it with {option}{remedy}"
         )
     if needed is not None and dataset is not None and len(dataset) < needed:
         raise ValueError(

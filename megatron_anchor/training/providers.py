@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import get_args, get_tokenizer, print_rank_0
@@ -21,7 +22,8 @@ from megatron_anchor.packing.anchor_token import choose_anchor
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
-from megatron_anchor.training import anchor_copies, bad_batch
+from megatron_anchor.terminal import say
+from megatron_anchor.training import anchor_copies, bad_batch, samples_read
 from megatron_anchor.training.arguments import (
     model_windows,
     packing_settings,
@@ -207,7 +209,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
 
     Args:
         num_samples: samples of each split, by Megatron.
-        vp_stage: unused; every stage reads the same samples.
+        vp_stage: chunk of an interleaved pipeline; all of them read the same samples.
 
     Raises:
         ValueError: the data cannot be used, holds too few samples, or differs between ranks.
@@ -229,6 +231,9 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         valid = test = None  # Megatron's loaders refuse sets that are empty or were read before
     if args.full_validation:
         valid = _whole_batches(valid, args)
+    if train is not None and torch.distributed.get_rank() == 0 and not vp_stage:
+        for warning in samples_read.note(train, args, needed=num_samples[0]):
+            say(f"> warning: {warning}")
     balance = balancing(args)
     if balance is not None and train is not None:
         train = BalancedDataset(train, balance)

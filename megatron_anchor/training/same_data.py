@@ -58,14 +58,22 @@ def require_same_data(datasets: Iterable[Any], config: PackedDatasetConfig) -> N
         return
     found = [dataset for dataset in datasets if dataset is not None]
     mine = _read(found, config) if any(True for _ in corpora_of(found)) else None
-    readings: list[_Reading | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(readings, mine)
     groups: dict[str, list[int]] = {}
-    for rank, reading in enumerate(readings):
-        if reading is not None:
-            groups.setdefault(reading.key, []).append(rank)
+    for rank, key in enumerate(_gather(mine and mine.key)):
+        if key is not None:
+            groups.setdefault(key, []).append(rank)
     if len(groups) > 1:
+        # Only now, and of one rank of each group: large blends have long descriptions.
+        speaks = dist.get_rank() in [ranks[0] for ranks in groups.values()]
+        readings = _gather(mine if speaks else None)
         raise ValueError(_difference(readings, list(groups.values())))
+
+
+def _gather(mine: Any) -> list[Any]:
+    """What every rank gave."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def _read(datasets: list[Any], config: PackedDatasetConfig) -> _Reading:
@@ -74,15 +82,20 @@ def _read(datasets: list[Any], config: PackedDatasetConfig) -> _Reading:
         place = f"{dataset.index_split.name} split of {dataset.dataset_path}"
         fields[f"#{number}"] = place
         fields |= {f"{place}: {name}": value for name, value in _flat(dataset.unique_identifiers)}
-    return _Reading(socket.gethostname(), fields, [*_hashes(datasets)])
+    tops = list(_tops(datasets))
+    for blend in tops:
+        if hasattr(blend, "weights"):
+            fields[f"{blend.split.name} blend: weights"] = str(list(blend.weights))
+    return _Reading(socket.gethostname(), fields, [top.unique_description_hash for top in tops])
 
 
-def _hashes(dataset: Any) -> Iterator[str]:
+def _tops(dataset: Any) -> Iterator[Any]:
+    """The packed datasets and blends in lists of them."""
     if isinstance(dataset, list | tuple):
         for one in dataset:
-            yield from _hashes(one)
+            yield from _tops(one)
     elif dataset is not None:
-        yield dataset.unique_description_hash
+        yield dataset
 
 
 def _flat(description: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -94,9 +107,9 @@ def _flat(description: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", str(value)
 
 
-def _difference(readings: list[_Reading | None], groups: list[list[int]]) -> str:
-    """The message: what each group of ranks reads, where they differ."""
-    shown = [reading for ranks in groups if (reading := readings[ranks[0]]) is not None]
+def _difference(readings: list[_Reading], groups: list[list[int]]) -> str:
+    """The message: what the first rank of each group reads, where they differ."""
+    shown = [readings[ranks[0]] for ranks in groups]
     names = dict.fromkeys(name for reading in shown for name in reading.fields)
     differing = [n for n in names if len({reading.fields.get(n) for reading in shown}) > 1]
     lines = ["the ranks of this job do not read the same data, so each would train on its own:"]

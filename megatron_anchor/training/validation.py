@@ -301,7 +301,9 @@ def _host_features(args: Namespace) -> Iterator[str]:
             "larger than --train-iters will do"
         )
     if args.full_validation and (
-        args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+        args.num_layers_per_virtual_pipeline_stage
+        or args.num_virtual_stages_per_pipeline_rank
+        or getattr(args, "virtual_pipeline_model_parallel_size", None)
     ):
         yield (
             "--full-validation: Megatron 0.19.2 mixes up validation sets and the chunks of "

@@ -22,8 +22,10 @@ def go_to_own_node(nodes: Path) -> None:
     rank = os.environ["RANK"]
     os.chdir(nodes / rank)
     run_program = jobs.run_program
-    pattern = {"0": "anchor", "1": "full"}[rank]
-    jobs.run_program = lambda given: run_program(given.replace("PATTERN-OF-RANK", pattern))
+    pattern, weight = {"0": ("anchor", "0.5"), "1": ("full", "0.7")}[rank]
+    jobs.run_program = lambda given: run_program(
+        given.replace("PATTERN-OF-RANK", pattern).replace("WEIGHT-OF-RANK", weight)
+    )
 
 
 @pytest.fixture
@@ -101,3 +103,13 @@ def test_other_settings_of_a_rank(launch: Any) -> None:
     assert job.exit_code == 2
     assert "    attention_pattern = anchor\n" in job.log
     assert "    attention_pattern = full\n" in job.log
+
+
+def test_other_weights_of_a_rank(launch: Any) -> None:
+    ended = launch(
+        lambda prefix, rank: write_corpus(prefix, LENGTHS), "--data-path WEIGHT-OF-RANK same 1 text"
+    )
+    job = ended[0]
+    assert job.exit_code == 2
+    assert "    train blend: weights = [0.3333" in job.log
+    assert "    train blend: weights = [0.4117" in job.log

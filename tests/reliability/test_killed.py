@@ -20,6 +20,9 @@ SAVE = 8
 """Changes to the file system that saving a checkpoint takes: its folder (asked for twice), data,
 metadata in two steps, the mark that it is whole, and the tracker in two steps."""
 
+RECORD = 2
+"""Changes when a run begins for the first time: the list of what it reads, in two steps."""
+
 
 def last_change(ended: Ended) -> str:
     return re.findall(r"^change \d+ below .*", ended.log, re.MULTILINE)[-1]
@@ -69,7 +72,8 @@ def test_killed_while_it_saves_it_goes_on_from_the_checkpoint_before(job, tmp_pa
     seen: set[int] = set()
     # The first save of each run: twice the same one, then the next one, each at another step.
     first, second, third = sorted(random_.sample(range(3, SAVE), 3))
-    for event, before in ((first, 0), (SAVE + second, SAVE_EVERY), (third, SAVE_EVERY)):
+    moments = ((RECORD + first, 0), (SAVE + second, SAVE_EVERY), (third, SAVE_EVERY))
+    for event, before in moments:
         ended = go_on(Killed(folder=saved, event=event))
         seen |= set(ended.curve)
         assert tracked(saved) == before
@@ -88,7 +92,8 @@ def test_killed_at_any_time_it_goes_on_where_its_tracker_says(job, tmp_path: Pat
         if tracked(saved) == LAST:
             break
         before = tracked(saved)
-        ended = go_on(Killed(folder=saved, event=3, after=random_.uniform(0.001, 0.4)))
+        event = 3 if before else RECORD + 3
+        ended = go_on(Killed(folder=saved, event=event, after=random_.uniform(0.001, 0.4)))
         assert min(ended.curve) == before + 1
         seen |= set(ended.curve)
     seen |= set(go_on().curve)

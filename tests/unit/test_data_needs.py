@@ -55,6 +55,10 @@ def test_enough_is_enough() -> None:
             {"valid": None},
             "no document is left for validation: .*--valid-data-path.*--eval-iters 0",
         ),
+        (
+            {"valid": None, "split": None},
+            "no document is left for validation: no --valid-data-path is given; name corpora",
+        ),
         ({"valid": 175}, "needs 176 validation samples, and the blend holds 175: .*--eval-iters"),
         ({"valid": 0}, "needs 176 validation samples, and the blend holds 0: .*--eval-iters"),
         ({"test": 15}, "needs 16 test samples, and the blend holds 15: .*--eval-iters"),
