@@ -72,14 +72,13 @@ def move_finished(part: Path, final: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(path: str | Path, *, flag: str = "--out") -> Iterator[Path]:
+def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Give a temporary folder next to `path` that takes its name at the end.
 
     A link is followed: the folder that it leads to is written.
 
     Args:
-        path: of a folder that does not exist, or is empty.
-        flag: that names it, for messages.
+        path: of a folder that does not exist, or is empty; what --out names.
 
     Raises:
         UserError: `path` holds something already, or cannot be written.
@@ -88,7 +87,7 @@ def atomic_folder(path: str | Path, *, flag: str = "--out") -> Iterator[Path]:
     if path.is_mount():
         raise UserError(f"{path} is a mount point, which cannot be renamed; name a folder in it")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists and is not empty; choose another {flag} or remove it")
+        raise UserError(f"{path} exists and is not empty; choose another --out or remove it")
     prefix = f".{path.name}.partial-"
     for stale in path.parent.glob(f"{glob.escape(prefix)}*"):
         logger.warning(

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from megatron_anchor.errors import UserError
-from megatron_anchor.packing.statistics import segment_lengths
 
 LINEAR_WORK = 12
 """Linear work of a slot in units of l^2, a hidden size: a layer's matrix products take about
@@ -230,11 +229,8 @@ def sample_work(dataset: Any, idx: int, *, linear: float) -> float:
         inner = dataset.datasets[dataset.dataset_index[idx]]
         return sample_work(inner, int(dataset.dataset_sample_index[idx]), linear=linear)
     length = dataset.config.sequence_length
-    segments = segment_lengths(
-        dataset.pieces(idx),
-        sequence_length=length,
-        attention_pattern=dataset.config.attention_pattern,
-    )
+    slots = dataset.pieces(idx).slots
+    segments = dataset.config.pattern.segment_lengths(slots, sequence_length=length)
     pairs = dataset.config.attention_windows.pairs(segments)
     # Without windows this is the sum of l^2.
     return float(2 * pairs - segments.sum() + linear * length)

@@ -6,7 +6,7 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
 from megatron_anchor.corpus.manifest import read_manifest
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
 from megatron_anchor.errors import UserError
-from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, PACKINGS, choose_anchor
+from megatron_anchor.flags import add_flags
+from megatron_anchor.packing.anchor_token import choose_anchor
+from megatron_anchor.packing.settings import PackingSettings
 from megatron_anchor.terminal import say_block, say_json
 
 if TYPE_CHECKING:
@@ -36,23 +37,13 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prefix", help="the corpus, without .bin or .idx")
     add("--seq-length", type=int, required=True, help="slots of a sample")
-    add("--packing", choices=PACKINGS, default="concat")
-    add("--attention-pattern", choices=ATTENTION_PATTERNS, default="anchor")
-    add("--document-alignment", type=int, default=1, metavar="N")
     add("--document-list", metavar="FILE", help="documents of the epoch, with repetitions")
-    add("--domain-tags", action="store_true", help="needs the tokenizer")
-    add("--domain-tag-format", default="{domain}: ", metavar="TEXT")
-    add("--interleave-chunks", action="store_true")
-    add("--interleave-max-chunks", type=int, default=Interleaving.max_chunks)
-    add("--interleave-min-chunk-length", type=int, default=Interleaving.min_chunk_length)
-    add("--interleave-max-chunk-length", type=int)
     add(
         *("--anchor-token", "--anchor-token-id"),
         metavar="{bos,eos,ID}",
         help="as in training; default: bos, else eos, of the tokenizer or the corpus' manifest",
     )
-    add("--anchor-position", type=int, default=0, metavar="N")
-    add("--no-anchor-first-token-loss", action="store_true")
+    add_flags(parser.add_argument_group("packing, as in training"), PackingSettings)
     add("--seed", type=int, default=1234)
     add("--data-cache-path", metavar="DIR", help="keep the index there; default: keep none")
     add("--sample", type=int, metavar="N", help="show sample N: positions, targets, text")
@@ -96,13 +87,12 @@ def _run(args: argparse.Namespace, cache: str) -> int:
     report = inspect_packing(dataset)
     if args.png:
         sample = dataset[number]
-        full = args.attention_pattern == "full"
         draw_packing(
             args.png,
             report,
             number=number,
             cu_seqlens=sample["cu_seqlens"].numpy(),
-            documents=1 if full else document_segments(dataset, number),
+            documents=document_segments(dataset, number),
         )
     if args.sample is None:
         say_json(asdict(report)) if args.json else say_block(table(report))
@@ -145,11 +135,7 @@ def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) 
     stand_in = SimpleNamespace(vocab_size=vocab_size or 1 << 31)
     if tokenizer:
         stand_in.tokenize = lambda text: tokenizer.native_engine.encode_batch([text])[0].tolist()
-    interleaving = Interleaving(
-        max_chunks=args.interleave_max_chunks,
-        min_chunk_length=args.interleave_min_chunk_length,
-        max_chunk_length=args.interleave_max_chunk_length,
-    )
+    given = {f.name: getattr(args, f.name) for f in fields(PackingSettings)}
     config = PackedDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -159,15 +145,8 @@ def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) 
         tokenizer=stand_in,
         anchor_token_id=_anchor(args, prefix, tokenizer),
         vocab_size=vocab_size,
-        attention_pattern=args.attention_pattern,
-        packing=args.packing,
-        document_alignment=args.document_alignment,
         document_lists={"": args.document_list} if args.document_list else None,
-        domain_tags=args.domain_tags,
-        domain_tag_format=args.domain_tag_format,
-        interleaving=interleaving if args.interleave_chunks else None,
-        anchor_position=args.anchor_position,
-        first_token_loss=not args.no_anchor_first_token_loss,
+        **given,
     )
     builder = BlendedMegatronDatasetBuilder(PackedDataset, [None] * 3, lambda: True, config)
     return builder.build()[0]

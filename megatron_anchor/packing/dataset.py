@@ -20,6 +20,7 @@ import copy
 import json
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,7 @@ class PackedDataset(MegatronDataset):
         self.config: PackedDatasetConfig = config
         self._corpus = {"path": dataset_path, **inspect_corpus(dataset_path).identity}
         self._tags, tags_identity = self._open_tags()
+        self._layout = replace(config.layout, tags=self._tags)
         self._document_list = self._find_document_list()
         self._identify(tags_identity)
         self._own_anchors = self._load_own_anchors()
@@ -184,18 +186,7 @@ class PackedDataset(MegatronDataset):
             UserError: a token id is outside the vocabulary.
         """
         text, pieces = self._read(self.pieces(0 if idx is None else idx))
-        arrays = lay_out(
-            text,
-            pieces,
-            sequence_length=self.config.sequence_length,
-            anchor_token_id=self.config.anchor_token_id,
-            pad_token_id=self.config.pad_token_id,
-            attention_pattern=self.config.attention_pattern,
-            tags=self._tags,
-            anchor_position=self.config.anchor_position,
-            first_token_loss=self.config.first_token_loss,
-            order=self._interleaved(idx or 0, pieces),
-        )
+        arrays = lay_out(text, pieces, self._layout, order=self._interleaved(idx or 0, pieces))
         if not ids_are_inside(arrays["tokens"], arrays["labels"], self.config.vocab_size):
             raise self._foreign_token_error(idx)
         if idx is None:
@@ -237,7 +228,7 @@ class PackedDataset(MegatronDataset):
         common: dict[str, Any] = {
             "tag_P": tag,
             "head_P": 1 + self._tags.lengths[tag],
-            "alignment": self.config.document_alignment,
+            "alignment": self.config.alignment,
         }
         if concat:
             return concatenated_pieces(
@@ -261,11 +252,12 @@ class PackedDataset(MegatronDataset):
 
     def _interleaved(self, idx: int, pieces: Pieces) -> np.ndarray | None:
         """The order of a sample's slots, the same on every rank and in every run; None = as is."""
-        if self.config.interleaving is None:
+        interleaving = self.config.interleaving()
+        if interleaving is None:
             return None
         return interleave(
             pieces.head + pieces.length,
-            interleaving=self.config.interleaving,
+            interleaving=interleaving,
             random=np.random.default_rng([self.config.random_seed, idx % len(self)]),
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_anchor.command_line import CommandParser
 from megatron_anchor.errors import UserError
-from megatron_anchor.packing.patterns import PLANNED_PATTERNS
+from megatron_anchor.packing.patterns import planned_patterns
 from megatron_anchor.planner.gpus import GPUS, Gpu, find_gpu
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import TABLES, find_lengths
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, default=8, help="all GPUs (default 8)")
     add("--gpu", default="A100-80GB", help="kind (default A100-80GB)")
     add("--global-batch-size", type=int, default=8, help="samples of a step (default 8)")
-    add("--attention-pattern", choices=PLANNED_PATTERNS, default="anchor")
+    add("--attention-pattern", choices=planned_patterns(), default="anchor")
     add("--train-tokens", type=float, default=1e9, help="for --train-iters (default 1e9)")
     lengths = parser.add_argument_group("documents").add_argument
     lengths("--corpus", metavar="PREFIX", help="take the lengths of this .bin/.idx corpus")
@@ -105,7 +105,7 @@ def question_of(args: argparse.Namespace) -> Question:
     """What the flags ask.
 
     Raises:
-        ValueError: for values that nothing is known about, or out of range.
+        UserError: for values that nothing is known about, or out of range.
     """
     for flag in ("train_tokens", "top"):
         _check_positive(f"--{flag.replace('_', '-')}", getattr(args, flag))

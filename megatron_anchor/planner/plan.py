@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.context_parallel.sizes import largest_heads_ranks
 from megatron_anchor.errors import UserError
-from megatron_anchor.packing.patterns import PLANNED_PATTERNS, check_attention_pattern
+from megatron_anchor.packing.patterns import attention_pattern, planned_patterns
 from megatron_anchor.planner.communication import Communication, communication_of
 from megatron_anchor.planner.gpus import GIB, Gpu
 from megatron_anchor.planner.layout import Layout
@@ -82,11 +82,7 @@ class Question:
                 f"--gpus {self.gpus}: servers hold {node} {self.gpu.name}; give a multiple of "
                 f"{node}, such as {self.gpus // node * node}, or --gpus-per-node"
             )
-        if check_attention_pattern(self.pattern) not in PLANNED_PATTERNS:
-            raise UserError(
-                f"--attention-pattern {self.pattern} is a control for experiments: plan with "
-                "anchor, which costs the same"
-            )
+        attention_pattern(self.pattern)
 
     @property
     def assumed(self) -> Efficiency:
@@ -275,4 +271,4 @@ def _divisors(number: int) -> list[int]:
 
 def compare_patterns(question: Question, layout: Layout) -> dict[str, Choice]:
     """Estimate every pattern at one layout."""
-    return {pattern: question.choice(layout, pattern) for pattern in PLANNED_PATTERNS}
+    return {pattern: question.choice(layout, pattern) for pattern in planned_patterns()}

@@ -56,7 +56,7 @@ class SampleRecord:
     @property
     def bad_documents(self) -> list[int]:
         """Those that hold a slot whose loss is not finite, where documents are kept apart."""
-        if self.dataset.config.attention_pattern == "full":
+        if not self.dataset.config.pattern.masks_documents:
             return []
         ends = document_borders(self.dataset.pieces(self.number))[1:]
         rows = np.unique(np.searchsorted(ends, self.bad_slots, side="right"))
