@@ -144,7 +144,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(module, "_warn_once", uncompiled)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=1):
+    with torch._dynamo.config.patch(recompile_limit=1, disable=False):
         yield flex._flex_attention.__wrapped__("cuda")
     torch._dynamo.reset()
 
