@@ -29,6 +29,7 @@ from megatron_anchor.training import (
     multi_token_rules,
     run_rules,
     saved_checkpoints,
+    sharding_rules,
 )
 from megatron_anchor.training.arguments import (
     document_alignment,
@@ -379,6 +380,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _experts,
     data_arguments.refusals,
     run_rules.refusals,
+    sharding_rules.refusals,
     _balance,
     _bad_batch,
     saved_checkpoints.refusals,
