@@ -20,7 +20,7 @@ setup(
     python_requires=">=3.12",
     install_requires=[
         "torch>=2.8",
-        "megatron-core>=0.19.2,<0.20",
+        "megatron-core>=0.19.2,<0.21",
         "numpy>=2.0",
         "numba>=0.63",
         "transformers>=4.57",

@@ -1,8 +1,9 @@
-"""Everything that knows a host version: megatron-core 0.19 and what comes with it."""
+"""Everything that knows a host version: megatron-core 0.19 and 0.20, and what comes with them."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import sys
@@ -11,36 +12,57 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from packaging.version import Version
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.patches import MEGATRON, Patch, applied
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file in which Megatron notes a folder's last checkpoint."""
 
-MEGATRON_MIN, MEGATRON_BELOW = Version("0.19.2"), Version("0.20")
+MEGATRON_MIN, MEGATRON_BELOW = Version("0.19.0"), Version("0.21")
+"""Checkouts of Megatron-LM count from 0.19.0 on, and are judged by what they have."""
 
 
 def require_supported_megatron() -> None:
-    """Refuse a megatron-core that this package was never run with.
+    """Refuse a megatron-core of another generation.
 
     Raises:
-        RuntimeError: with the version found and the one needed.
+        UserError: with the version found and the one needed.
     """
-    found = Version(version("megatron-core"))
-    if not MEGATRON_MIN <= found < MEGATRON_BELOW:
-        raise RuntimeError(
-            f"megatron_anchor needs megatron-core >= {MEGATRON_MIN}, < {MEGATRON_BELOW}, "
-            f"found {found}: pip install 'megatron-core>={MEGATRON_MIN},<{MEGATRON_BELOW}'"
+    found = Version(host_version())
+    if not MEGATRON_MIN <= Version(found.base_version) < MEGATRON_BELOW:
+        raise UserError(
+            f"megatron-core {found} cannot be used here: pip install '{MEGATRON}', or put a "
+            "checkout of such a version in front in PYTHONPATH"
         )
 
 
+@contextmanager
+def imports_of_the_host() -> Iterator[None]:
+    """Let a name that is missing in Megatron be an error that says so.
+
+    Raises:
+        UserError: with the name, the version, and one that has it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if not (error.name or "").startswith("megatron."):
+            raise
+        raise UserError(
+            f"this Megatron ({host_version()}) lacks what megatron_anchor calls: {error}; "
+            f"pip install '{MEGATRON}'"
+        ) from error
+
+
 def host_version() -> str:
-    """Version of the installed megatron-core."""
-    return version("megatron-core")
+    """Version of the megatron-core that this process uses, a wheel or a checkout."""
+    # A checkout's commit behind a "+" is left out; of a wheel it would be the commit of whatever
+    # repository its environment lies in.
+    return Version(importlib.import_module("megatron.core.package_info").__version__).public
 
 
 class HostFlag(NamedTuple):

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from megatron_anchor.terminal import logger_of
 
 TORCH = "torch>=2.8"
-MEGATRON = "megatron-core>=0.19.2,<0.20"
+MEGATRON = "megatron-core>=0.19.2,<0.21"
 
 _LOGGER = logger_of(__name__)
 
@@ -135,8 +135,18 @@ def applied(*patches: Patch) -> Iterator[None]:
 
 
 def fits_host(patch: Patch) -> bool:
-    """Whether the host is one that the patch was written for; warns when it is not."""
+    """Whether the host is one that the patch was written for; warns when it is not.
+
+    Of Megatron it is one that has the target: its branches carry numbers of other releases.
+    """
     if patch.host is None:
+        return True
+    if patch.host == MEGATRON:
+        try:
+            owner_of(patch)
+        except MissingTargetError as error:
+            _LOGGER.warning("%s", error)
+            return False
         return True
     found = _version_of(patch)
     fits = Requirement(patch.host).specifier.contains(found, prereleases=True)

@@ -20,6 +20,7 @@ SECONDS_FOR_THE_REASON = 60
 from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 
 from megatron_anchor import compat  # noqa: E402
+from megatron_anchor.errors import UserError  # noqa: E402
 from megatron_anchor.terminal import say_block  # noqa: E402
 
 
@@ -30,23 +31,27 @@ def main() -> None:
     Exits with status 2 and the reasons on rank 0 when the arguments or the data cannot be used.
     An exception of a rank is recorded for torchrun, which then says which rank it was, and why.
     """
-    compat.require_supported_megatron()
     if not compat.have_cuda():
         _end_with(
             "error: no CUDA device was found. To run on the CPU put megatron_anchor.on_cpu in "
             "front: torchrun ... -m megatron_anchor.on_cpu -m megatron_anchor.pretrain_gpt ..."
         )
     compat.quiet_expected_warnings()
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    try:
+        with compat.imports_of_the_host():
+            compat.require_supported_megatron()
+            from megatron.core.enums import ModelType
+            from megatron.training import pretrain, set_startup_timestamps
+            from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_anchor.training import bad_batch, host_patches, loaded_model
-    from megatron_anchor.training.arguments import add_anchor_arguments
-    from megatron_anchor.training.data_arguments import require_corpora
-    from megatron_anchor.training.forward_step import forward_step
-    from megatron_anchor.training.providers import datasets_provider, model_config
-    from megatron_anchor.training.validation import require_supported
+            from megatron_anchor.training import bad_batch, host_patches, loaded_model
+            from megatron_anchor.training.arguments import add_anchor_arguments
+            from megatron_anchor.training.data_arguments import require_corpora
+            from megatron_anchor.training.forward_step import forward_step
+            from megatron_anchor.training.providers import datasets_provider, model_config
+            from megatron_anchor.training.validation import require_supported
+    except UserError as error:
+        _end_with(f"error: {error}")
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     try:

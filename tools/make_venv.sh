@@ -16,6 +16,7 @@ there is replaced, and kept if the new one cannot be finished.
   WHAT       for pip install: packages, -r FILE or -e PATH; default: -e '.[dev,plot,fast]', which is
              this package with its tests, plots and fast tokenizers (about 6 GB: torch)
   PYTHON=... the interpreter, 3.12 or later; default: the first that is found
+  CONSTRAINTS=... a file of versions for pip; default: requirements/constraints.txt
 
 example: PYTHON=/opt/python3.12/bin/python tools/make_venv.sh .venv
 USAGE
@@ -74,5 +75,5 @@ set_aside "$venv"
 echo "Setting up $venv with $("$python" --version) from $python$size"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --upgrade pip
-"$venv/bin/python" -m pip install --quiet -c requirements/constraints.txt "$@"
+"$venv/bin/python" -m pip install --quiet -c "${CONSTRAINTS:-requirements/constraints.txt}" "$@"
 touch "$venv/.ready"

@@ -1,6 +1,16 @@
 """Rows for Megatron-Core itself: what it takes for granted on a machine with GPUs."""
 
+import importlib.util
+from collections.abc import Callable
+
 from megatron_anchor.patches import MEGATRON, Patch, instead
+
+
+def _unless_compiled(original: Callable[[], None]) -> Callable[[], None]:
+    """Compile in a checkout only, where nobody did it yet."""
+    compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+    return (lambda: None) if compiled else original
+
 
 ROWS = (
     Patch(
@@ -11,7 +21,7 @@ ROWS = (
     ),
     Patch(
         target="megatron.core.datasets.utils:compile_helpers",
-        replacement=instead(lambda: None),
+        replacement=_unless_compiled,
         reason="the wheel ships the compiled dataset helpers and no Makefile to build them",
         host=MEGATRON,
     ),
