@@ -33,10 +33,10 @@ from megatron.core.utils import log_single_rank
 
 from megatron_anchor.context_parallel.split import split_sample
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.headers import inspect_corpus
 from megatron_anchor.packing.best_fit import fitted_pieces
 from megatron_anchor.packing.cache import StoredArrays, digest, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
-from megatron_anchor.packing.corpus_files import inspect_corpus
 from megatron_anchor.packing.documents import Documents
 from megatron_anchor.packing.domains import NO_TAGS, DomainTags, open_tags, tag_tokenizer
 from megatron_anchor.packing.epoch_planner import EpochPlanner, count_listed
