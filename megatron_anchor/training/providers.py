@@ -23,8 +23,9 @@ from megatron_anchor.packing.anchor_token import choose_anchor
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
+from megatron_anchor.packing.effective_context import weigh_by_context
 from megatron_anchor.terminal import say
-from megatron_anchor.training import anchor_copies, bad_batch, samples_read
+from megatron_anchor.training import anchor_copies, bad_batch, samples_read, target_units
 from megatron_anchor.training.arguments import (
     model_windows,
     packing_settings,
@@ -235,6 +236,10 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     if train is not None and torch.distributed.get_rank() == 0 and not vp_stage:
         for warning in samples_read.note(train, args, needed=num_samples[0]):
             say(f"> warning: {warning}")
+    if train is not None and config.loss_weighting == "effective-context":
+        for line in weigh_by_context(train).table():
+            print_rank_0(f"> {line}")
+    target_units.choose(args, train, valid, test)
     balance = balancing(args)
     if balance is not None and train is not None:
         train = BalancedDataset(train, balance)
