@@ -116,7 +116,7 @@ class PackedDataset(MegatronDataset):
         self._tags, tags_identity = self._open_tags()
         self._layout = replace(config.layout, tags=self._tags)
         self._document_list = self._find_document_list()
-        self.weights = TargetWeights.open(dataset_path)
+        self.target_weights = TargetWeights.open(dataset_path)
         self.context_weights: ContextWeights | None = None
         """Weights by effective context, which all corpora of a blend share; None = 1."""
         self._identify(tags_identity)
@@ -278,7 +278,7 @@ class PackedDataset(MegatronDataset):
         return slice_weights(
             pieces,
             weighting=self.weighting,
-            corpus=self.weights,
+            corpus=self.target_weights,
             documents=Documents(self.dataset),
             own_anchor_D=self._own_anchors["own_anchor"],
             first_token_loss=self.config.anchor_first_token_loss,

@@ -83,7 +83,7 @@ def _read(datasets: list[Any], config: PackedDatasetConfig) -> _Reading:
         place = f"{dataset.index_split.name} split of {dataset.dataset_path}"
         fields[f"#{number}"] = place
         described = dataset.unique_identifiers | {
-            "weights": dataset.weights and dataset.weights.identity
+            "target_weights": dataset.target_weights and dataset.target_weights.identity
         }
         fields |= {f"{place}: {name}": value for name, value in _flat(described)}
     tops = list(_tops(datasets))

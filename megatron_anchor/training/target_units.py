@@ -48,9 +48,9 @@ def weighed() -> bool:
 
 def _largest(corpus: Any) -> float | None:
     """The largest weight of a target; None where all are 1."""
-    if corpus.weights is None and corpus.weighting == "uniform":
+    if corpus.target_weights is None and corpus.weighting == "uniform":
         return None
-    largest = 1.0 if corpus.weights is None else corpus.weights.manifest.largest
+    largest = 1.0 if corpus.target_weights is None else corpus.target_weights.manifest.largest
     if corpus.context_weights is not None:
         largest *= float(corpus.context_weights.weights.max())
     return largest
