@@ -52,6 +52,7 @@ from megatron_anchor.packing.identity import describe_documents, describe_file, 
 from megatron_anchor.packing.index import Pieces, concatenated_pieces
 from megatron_anchor.packing.interleave import interleave
 from megatron_anchor.packing.layout import lay_out
+from megatron_anchor.packing.length_schedule import cut
 from megatron_anchor.packing.sample_index import SampleIndex
 from megatron_anchor.packing.target_weights import SliceWeights, slice_weights
 from megatron_anchor.packing.vocabulary import find_token_outside, ids_are_inside
@@ -193,8 +194,12 @@ class PackedDataset(MegatronDataset):
         """Build one sample; see `sample`."""
         return self.sample(idx)
 
-    def sample(self, idx: int | None) -> dict[str, torch.Tensor]:
+    def sample(self, idx: int | None, *, longest: int | None = None) -> dict[str, torch.Tensor]:
         """Build one sample.
+
+        Args:
+            idx: its number; None = a sample in which nothing counts.
+            longest: slots of the longest segment, see `length_schedule`; None = as they are.
 
         Raises:
             IndexError: there is no such sample.
@@ -211,7 +216,10 @@ class PackedDataset(MegatronDataset):
             arrays["labels"][:] = 0
             arrays["loss_mask"][:] = 0.0
             arrays["router_mask"][:] = False
-        self._weigh_contexts(arrays, pieces, order)
+        new_anchors = np.zeros(0, dtype=np.int64)
+        if longest is not None:
+            new_anchors = cut(arrays, self._layout, longest)
+        self._weigh_contexts(arrays, pieces, order, new_anchors)
         arrays |= self._context_split(arrays["cu_seqlens"])
         sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return sample | {"origin": torch.tensor([self.number, (idx or 0) % len(self)])}
@@ -285,13 +293,18 @@ class PackedDataset(MegatronDataset):
         )
 
     def _weigh_contexts(
-        self, arrays: dict[str, np.ndarray], pieces: Pieces, order: np.ndarray | None
+        self,
+        arrays: dict[str, np.ndarray],
+        pieces: Pieces,
+        order: np.ndarray | None,
+        new_anchors: np.ndarray,
     ) -> None:
         if self.context_weights is None:
             return
         content_S = content_slots(pieces, self.config.sequence_length)
         if order is not None and not self.config.pattern.masks_documents:
             content_S[: len(order)] = content_S[order]
+        content_S[new_anchors] = False
         contexts_S = slot_contexts(content_S, arrays["cu_seqlens"])
         arrays["loss_mask"] *= self.context_weights.of(contexts_S)
 

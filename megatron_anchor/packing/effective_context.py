@@ -96,7 +96,7 @@ def weigh_by_context(dataset: Any) -> ContextWeights:
     corpora = getattr(dataset, "datasets", [dataset])
     shares = getattr(dataset, "weights", [1.0])
     config = corpora[0].config
-    edges = bucket_edges(config.sequence_length)
+    edges = bucket_edges(config.sequence_length - 1)
     counts = [corpus.context_counts(edges) / corpus.figures.samples for corpus in corpora]
     tail = config.effective_context_tail or config.sequence_length // 4
     weights = exact_weights(

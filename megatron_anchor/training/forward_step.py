@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_anchor.context_parallel.split import CONTEXT_IMBALANCE
 from megatron_anchor.packing.balance import IMBALANCE_FIGURES
+from megatron_anchor.packing.length_schedule import LENGTH_LIMIT
 from megatron_anchor.packing.statistics import attention_work_share
 from megatron_anchor.training import bad_batch, target_units
 from megatron_anchor.training.arguments import model_windows
@@ -90,6 +91,8 @@ def _figures(args: Any, *, training: bool) -> tuple[str, ...]:
     figures: tuple[str, ...] = FIGURES
     if training and args.balance_attention_work:  # only training samples are balanced
         figures += IMBALANCE_FIGURES
+    if training and args.document_length_schedule:
+        figures += (LENGTH_LIMIT,)
     if context_parallel(args).split.gathers:
         figures += (CONTEXT_IMBALANCE,)
     return figures
@@ -195,6 +198,8 @@ def packing_report(
         "padding share": figures["num_padding"].sum() / seq_length,
         "attention work": torch.full((), work, device=packed.device),
     }
+    if LENGTH_LIMIT in figures:
+        sums["document length limit"] = figures[LENGTH_LIMIT].sum()
     for name, log_name in IMBALANCES.items():
         if name in figures:
             sums[log_name] = figures[name].sum() / 1e6
