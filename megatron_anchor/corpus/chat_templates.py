@@ -1,0 +1,260 @@
+"""Chat templates: rendering a conversation, and where in the text the answers stand.
+
+A template marks what the assistant writes with `{% generation %} ... {% endgeneration %}`, as
+transformers has it (`return_assistant_tokens_mask`). transformers renders; what is checked here is
+that the marks can be trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_anchor.corpus.conversations import Conversation, ConversationError
+from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers import Tokenizer
+
+_TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OURS = {"messages", "tools", "conversations", "chat_template", "strftime_now", "documents"} | {
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
+_NO_CLOCK = "the clock is not read here"
+_QUESTIONS = ("First question?", "Second question?")
+_ANSWERS = ("First answer.", "Second answer.")
+_SHOWN = 40  # characters on either side in messages
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and the answers in it as (start, end) of characters, in order."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """A template and the variables it is rendered with. Pickles as text."""
+
+    name: str
+    """Where it comes from, for messages."""
+    source: str
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Digests of all that decides what it renders."""
+        variables = json.dumps(self.variables, sort_keys=True)
+        return {"template": _digest(self.source), "variables": _digest(variables)}
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> Rendered:
+        """Render a conversation.
+
+        Raises:
+            ConversationError: the template refuses it, or its marks overlap.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            found: Any = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=False,
+                strftime_now=_NO_CLOCK,
+                **self.variables,
+            )
+        except ImportError as error:  # of jinja2, or of a version that is safe
+            raise UserError(f"--chat: {error}") from error
+        except Exception as error:  # a template can raise anything
+            why = f"{type(error).__name__}: {error}"
+            if "strftime_now" in self.source and "not callable" in str(error):
+                why = (
+                    "it asks for today's date, with which no corpus could be made twice; set the "
+                    'date, such as --chat-template-kwargs \'{"date_string": "26 Jul 2024"}\''
+                )
+            raise ConversationError("refused by the chat template", why) from error
+        [text], [spans] = found
+        ends = [0, *(end for _, end in spans)]
+        if any(
+            not before <= start <= end <= len(text)
+            for before, (start, end) in zip(ends, spans, strict=False)
+        ):
+            raise ConversationError(
+                "generation tags overlap",
+                f"the answers would stand at the characters {spans} of {len(text)}",
+            )
+        return Rendered(text, tuple((start, end) for start, end in spans if start < end))
+
+
+def load_chat_template(
+    tokenizer: Tokenizer, *, file: str | None, kwargs: str | None
+) -> ChatTemplate:
+    """The template in a file, or else the tokenizer's own.
+
+    Raises:
+        UserError: there is none, or it has no generation tags.
+    """
+    own = tokenizer.chat_templates
+    if file is not None:
+        try:
+            name, source = f"--chat-template {file}", Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--chat-template {file} cannot be read: {error}") from error
+    elif not own:
+        raise UserError(
+            f"--chat: the tokenizer {tokenizer.path} has no chat template; give one with "
+            "--chat-template FILE"
+        )
+    elif len(own) > 1:
+        raise UserError(
+            f"--chat: the tokenizer {tokenizer.path} has the chat templates {', '.join(own)}; "
+            "write the one to use into a file, and give it with --chat-template FILE"
+        )
+    else:
+        [source] = own.values()
+        name = f"the chat template of {tokenizer.path}"
+    if not _TAGS.search(source):
+        raise UserError(
+            f"{name} has no {{% generation %}} tags, so it does not say what the assistant writes; "
+            "copy it, put {% generation %} before each answer and {% endgeneration %} behind its "
+            "end-of-turn token, and give the copy with --chat-template FILE"
+        )
+    variables = {**tokenizer.named, **_variables(kwargs)}
+    return ChatTemplate(name=name, source=source, variables=variables)
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--chat-template-kwargs {text} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"--chat-template-kwargs {text}: expected a JSON object")
+    reserved = sorted(_OURS & set(value))
+    if reserved:
+        raise UserError(f"--chat-template-kwargs {text}: {reserved[0]!r} is set by the command")
+    return value
+
+
+def require_whole_answers(template: ChatTemplate, *, control: re.Pattern[str]) -> None:
+    """Try a template on a plain conversation: answers inside the tags, with their stop token.
+
+    Args:
+        template: to try.
+        control: finds the tokenizer's control tokens in text.
+
+    Raises:
+        UserError: an answer stands outside the tags, a question inside, or the token that ends a
+            turn is left out.
+    """
+    roles = ("user", "assistant")
+    messages = [
+        {"role": role, "content": content}
+        for turn in zip(_QUESTIONS, _ANSWERS, strict=True)
+        for role, content in zip(roles, turn, strict=True)
+    ]
+    try:
+        rendered = template.render(messages, None)
+    except ConversationError as error:
+        raise UserError(f"{template.name} fails on a plain conversation: {error.detail}") from error
+    text = rendered.text
+    for content in (*_QUESTIONS, *_ANSWERS):
+        at = text.find(content)
+        if at < 0:
+            raise UserError(f"{template.name} leaves out the content of a message: {content!r}")
+        inside = any(start <= at and at + len(content) <= end for start, end in rendered.spans)
+        if inside != (content in _ANSWERS):
+            place = "inside" if inside else "outside"
+            raise UserError(
+                f"{template.name} has the content {content!r} {place} its generation tags; put "
+                "{% generation %} before each answer and {% endgeneration %} behind its "
+                "end-of-turn token"
+            )
+    for answer, until in zip(_ANSWERS, (_QUESTIONS[1], None), strict=True):
+        begin = text.find(answer) + len(answer)
+        end = len(text) if until is None else text.find(until)
+        learned = [text[max(a, begin) : min(b, end)] for a, b in rendered.spans]
+        if not any(control.search(part) for part in learned):
+            follows = text[begin:end]
+            raise UserError(
+                f"{template.name} closes its generation tags after {answer!r} and before "
+                f"{follows[:_SHOWN]!r}, so the model would not learn to stop; move "
+                "{% endgeneration %} behind the token that ends the turn"
+            )
+
+
+def turn_ends(template: ChatTemplate, conversation: Conversation, rendered: Rendered) -> list[int]:
+    """Where in the text each answer's turn ends, in characters.
+
+    A conversation up to an answer must render to the beginning of the whole: what a model sees
+    before a later answer is then what it saw and wrote in the earlier turns.
+
+    Raises:
+        ConversationError: the template rewrites earlier turns.
+    """
+    ends = []
+    for at in conversation.answers:
+        if at + 1 == len(conversation.messages):
+            ends.append(len(rendered.text))
+            continue
+        part = template.render(conversation.messages[: at + 1], conversation.tools).text
+        if not rendered.text.startswith(part):
+            raise ConversationError(
+                "history is rewritten", _difference(part, rendered.text, count=at + 1)
+            )
+        ends.append(len(part))
+    return ends
+
+
+def _difference(part: str, whole: str, *, count: int) -> str:
+    same = next(
+        (at for at, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b),
+        min(len(part), len(whole)),
+    )
+    return (
+        f"the template renders messages 1 to {count} alone with {part[same : same + _SHOWN]!r} "
+        f"where, with the later messages, it has {whole[same : same + _SHOWN]!r}; use a template "
+        "that keeps earlier turns as they are, or end the row with that answer"
+    )
+
+
+def spans_of_turns(
+    rendered: Rendered, ends: Sequence[int], *, control: re.Pattern[str]
+) -> list[list[tuple[int, int]]]:
+    """The spans of every answer's turn.
+
+    Raises:
+        ConversationError: a turn has none, or does not learn the token that ends it.
+    """
+    turns, begin = [], 0
+    for number, end in enumerate(ends, start=1):
+        spans = [span for span in rendered.spans if begin <= span[0] < end]
+        if not spans:
+            raise ConversationError(
+                "answer without tags", f"answer {number} has no generation tags around it"
+            )
+        last = rendered.text[slice(*spans[-1])].rstrip()
+        if not any(match.end() == len(last) for match in control.finditer(last)):
+            raise ConversationError(
+                "stop token is not learned",
+                f"answer {number} ends with {last[-_SHOWN:]!r} inside the generation tags, and "
+                f"goes on with {rendered.text[spans[-1][1] :][:_SHOWN]!r}; expected a stop token",
+            )
+        turns.append(spans)
+        begin = end
+    return turns
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
