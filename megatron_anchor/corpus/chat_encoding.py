@@ -215,13 +215,6 @@ class ChatEncoder:
         mark = next((mark for mark in _MARKS if mark not in rendered.text), None)
         if mark is None:
             raise ConversationError("control token in text", "the row has all 32 noncharacters")
-        alone = [text for text in self._settings.control if len(text) == 1]
-        if alone and any(map(rendered.text.__contains__, alone)):
-            raise ConversationError(
-                "control token in text",
-                f"{alone[0]!r} is a control token of one character, so the template's cannot be "
-                "told from the row's; --allow-special-in-text takes all of them as control tokens",
-            )
         messages = [
             _with_marks(
                 message, self._special if message["role"] == ASSISTANT else self._control, mark
@@ -275,7 +268,13 @@ class ChatEncoder:
 def _with_marks(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
     """The value with a mark behind the first character of every match in its strings."""
     if isinstance(value, str):
-        while pattern.search(value):  # one may stand inside another
+        while found := pattern.search(value):  # one may stand inside another
+            if len(found.group()) == 1:
+                raise ConversationError(
+                    "control token in text",
+                    f"the row holds {found.group()!r}, a control token of one character, which "
+                    "cannot be told from the template's; --allow-special-in-text takes it as one",
+                )
             value = pattern.sub(lambda m: f"{m.group()[0]}{mark}{m.group()[1:]}", value)
         return value
     if isinstance(value, Mapping):
