@@ -19,6 +19,7 @@ CHATML = (
     "{%- endfor %}{{- '<|im_end|>' }}{%- endgeneration %}{{- '\n' }}"
     "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 LLAMA = (
     "{{- bos_token }}{%- for m in messages %}"

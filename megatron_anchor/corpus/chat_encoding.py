@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from megatron_anchor.corpus.chat_templates import (
     ChatTemplate,
     Rendered,
+    require_nothing_left_out,
     spans_of_turns,
     turn_ends,
 )
@@ -50,6 +52,11 @@ class ChatSettings:
     """Ends every document; not doubled where the template ended it so."""
     max_tokens: int | None = None
     too_long: str = TOO_LONG[0]
+
+    @property
+    def versions(self) -> list[str]:
+        """`NAME VERSION` of every package that decides ids."""
+        return sorted({*self.markup.versions, f"transformers {version('transformers')}"})
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,7 @@ class ChatEncoder:
         rendered = self._settings.template.render(conversation.messages, conversation.tools)
         ends = turn_ends(self._settings.template, conversation, rendered)
         ids, places = self._ids(conversation, rendered)
+        require_nothing_left_out(self._settings.template, conversation, rendered)
         fitting, dropped = self._fitting(conversation, ends, ids, places)
         if dropped:
             shorter = self(conversation.first(fitting))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.corpus.conversations import Conversation, ConversationError
+from megatron_anchor.corpus.conversations import ASSISTANT, Conversation, ConversationError
 from megatron_anchor.errors import UserError
 from megatron_anchor.tokenizers import Tokenizer
 
@@ -28,6 +28,7 @@ _OURS = {"messages", "tools", "conversations", "chat_template", "strftime_now", 
 _NO_CLOCK = "the clock is not read here"
 _QUESTIONS = ("First question?", "Second question?")
 _ANSWERS = ("First answer.", "Second answer.")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHOWN = 40  # characters on either side in messages
 
 
@@ -54,8 +55,10 @@ class ChatTemplate:
         variables = json.dumps(self.variables, sort_keys=True)
         return {"template": _digest(self.source), "variables": _digest(variables)}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> Rendered:
-        """Render a conversation.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool = False
+    ) -> Rendered:
+        """Render a conversation, with `prompt` also what the template sets before an answer.
 
         Raises:
             ConversationError: the template refuses it, or its marks overlap.
@@ -68,7 +71,7 @@ class ChatTemplate:
                 tools=tools,
                 chat_template=self.source,
                 return_assistant_tokens_mask=True,
-                add_generation_prompt=False,
+                add_generation_prompt=prompt,
                 strftime_now=_NO_CLOCK,
                 **self.variables,
             )
@@ -147,6 +150,14 @@ def _variables(text: str | None) -> dict[str, Any]:
     return value
 
 
+def _plain_conversation() -> list[dict[str, str]]:
+    return [
+        {"role": role, "content": content}
+        for turn in zip(_QUESTIONS, _ANSWERS, strict=True)
+        for role, content in zip(("user", ASSISTANT), turn, strict=True)
+    ]
+
+
 def require_whole_answers(template: ChatTemplate, *, control: re.Pattern[str]) -> None:
     """Try a template on a plain conversation: answers inside the tags, with their stop token.
 
@@ -158,14 +169,8 @@ def require_whole_answers(template: ChatTemplate, *, control: re.Pattern[str]) -
         UserError: an answer stands outside the tags, a question inside, or the token that ends a
             turn is left out.
     """
-    roles = ("user", "assistant")
-    messages = [
-        {"role": role, "content": content}
-        for turn in zip(_QUESTIONS, _ANSWERS, strict=True)
-        for role, content in zip(roles, turn, strict=True)
-    ]
     try:
-        rendered = template.render(messages, None)
+        rendered = template.render(_plain_conversation(), None)
     except ConversationError as error:
         raise UserError(f"{template.name} fails on a plain conversation: {error.detail}") from error
     text = rendered.text
@@ -192,6 +197,55 @@ def require_whole_answers(template: ChatTemplate, *, control: re.Pattern[str]) -
                 f"{follows[:_SHOWN]!r}, so the model would not learn to stop; move "
                 "{% endgeneration %} behind the token that ends the turn"
             )
+
+
+def prompt_note(template: ChatTemplate) -> str:
+    """A note where answers follow something else in the corpus than when they are asked for."""
+    messages = _plain_conversation()
+    whole = template.render(messages, None)
+    try:
+        prompt = template.render(messages[:1], None, prompt=True).text
+    except ConversationError as error:
+        return f"{template.name} fails with add_generation_prompt: {error.detail}"
+    before = whole.text[: whole.spans[0][0]]
+    if before == prompt:
+        return ""
+    return (
+        f"{template.name} asks for an answer with ...{prompt[-_SHOWN:]!r}, but in the corpus "
+        f"answers follow ...{before[-_SHOWN:]!r}; at inference the model sees the former"
+    )
+
+
+def require_nothing_left_out(
+    template: ChatTemplate, conversation: Conversation, rendered: Rendered
+) -> None:
+    """Refuse a conversation of which the template leaves out a part.
+
+    Raises:
+        ConversationError: it does not use tools, tool calls or reasoning that are there, or the
+            text of a message that is no answer is not in the rendering.
+    """
+    missing = ""
+    if conversation.tools and "tools" not in template.source:
+        missing = "tools"
+    for number, message in enumerate(conversation.messages, start=1):
+        place, content = f"message {number} ({message['role']})", message.get("content", "")
+        if message.get("tool_calls") and "tool_calls" not in template.source:
+            missing = f"the tool_calls of {place}"
+        held = [name for name in _REASONING if message.get(name)]
+        if held and not any(name in template.source for name in _REASONING):
+            missing = f"the {held[0]} of {place}"
+        # some templates write a tool's result as JSON
+        spelled = json.dumps(content, ensure_ascii=False)[1:-1]
+        is_there = content.strip() in rendered.text or spelled in rendered.text
+        if message["role"] != ASSISTANT and not is_there:
+            missing = f"the content of {place}"
+    if missing:
+        raise ConversationError(
+            "left out by the chat template",
+            f"the template does not write {missing}; take it out of the row, or give a template "
+            "that writes it with --chat-template",
+        )
 
 
 def turn_ends(template: ChatTemplate, conversation: Conversation, rendered: Rendered) -> list[int]:

@@ -39,6 +39,7 @@ from megatron_anchor.corpus.weight_options import (
     checked_chat,
     idle_weight_options,
     require_weight_options,
+    run_notes,
     weight_dtype_of,
     weighted_tokens,
     weights_from,
@@ -240,7 +241,8 @@ def _process(
     ready, bytes_before = time.monotonic(), output.progress.text_bytes
     if not output.progress.complete:
         if not config.pretokenized:
-            output.progress.engines = sorted({*output.progress.engines, *recipe.versions})
+            made_by = chat.versions if chat else recipe.versions
+            output.progress.engines = sorted({*output.progress.engines, *made_by})
         ready = _run(config, output, sources, spans, encode, workers=workers)
         _check_not_empty(config, output)
     manifests = output.finish(
@@ -252,7 +254,7 @@ def _process(
     return _summary(
         output,
         manifests,
-        notes=[*described(inputs.passed_over), note, *tokenizer.notes, *config.notes],
+        notes=[*described(inputs.passed_over), note, *run_notes(config, tokenizer, chat)],
         engine=recipe.name,
         began=began,
         ready=ready,

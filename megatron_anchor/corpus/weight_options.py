@@ -11,7 +11,11 @@ from megatron_anchor.corpus.chat_encoding import (
     chat_settings,
     pattern_of,
 )
-from megatron_anchor.corpus.chat_templates import load_chat_template, require_whole_answers
+from megatron_anchor.corpus.chat_templates import (
+    load_chat_template,
+    prompt_note,
+    require_whole_answers,
+)
 from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.weights import (
     WEIGHT_DTYPES,
@@ -114,6 +118,16 @@ def checked_chat(config: PreprocessConfig, tokenizer: Tokenizer) -> ChatSettings
     )
     require_whole_answers(template, control=pattern_of(settings.special))
     return settings
+
+
+def run_notes(
+    config: PreprocessConfig, tokenizer: Tokenizer, chat: ChatSettings | None
+) -> list[str]:
+    """What the user should know of a tokenizer, a template and the flags."""
+    if chat is None:
+        return [*tokenizer.notes, *config.notes]
+    note = prompt_note(chat.template)  # the tokenizer's are on what stands around plain texts
+    return [*([note] if note else []), *config.notes]
 
 
 def weights_from(

@@ -392,6 +392,33 @@ def test_an_answer_whose_stop_token_is_left_out_is_refused():
         encode(path, messages)
 
 
+def test_a_row_of_which_the_template_leaves_out_a_part_is_refused():
+    path, tools = chat_tokenizer(LLAMA), [{"name": "f"}]
+    call = {"role": "assistant", "content": "x", "tool_calls": [{"name": "f"}]}
+    thinks = {"role": "assistant", "content": "x", "reasoning_content": "why"}
+    with pytest.raises(ConversationError, match="does not write tools; take it out"):
+        encode(path, talk("a", "b"), tools)
+    with pytest.raises(ConversationError, match=r"tool_calls of message 2 \(assistant\)"):
+        encode(path, [*talk("a"), call])
+    with pytest.raises(ConversationError, match=r"reasoning_content of message 2 \(assistant\)"):
+        encode(path, [*talk("a"), thinks])
+    deaf = LLAMA.replace("{%- else %}", "{%- elif m.role != 'system' %}")
+    with pytest.raises(ConversationError, match=r"the content of message 1 \(system\)"):
+        encode(chat_tokenizer(deaf), talk("a", "b", system="be brief"))
+    as_json = CHATML.replace("+ m.content +", "+ (m.content | tojson) +")
+    assert encode(chat_tokenizer(as_json), talk('a "b"\n\u00e9', "c"))
+
+
+def test_a_prompt_that_the_corpus_does_not_have_is_told():
+    from megatron_anchor.corpus.chat_templates import prompt_note
+
+    def note(path):
+        return prompt_note(load_chat_template(loaded(path), file=None, kwargs=None))
+
+    assert note(chat_tokenizer()) == ""
+    assert "but in the corpus answers follow ...'" in note(chat_tokenizer(LLAMA))
+
+
 def test_a_template_that_acts_on_what_a_row_spells_is_refused():
     template = CHATML.replace(
         "m.content + '<|im_end|>\n'", "m.content.split('<|im_end|>')[0] + '<|im_end|>\n'"
