@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_anchor.corpus.chat_templates import (
-    ChatTemplate,
-    Rendered,
+from megatron_anchor.corpus.chat_checks import (
     require_nothing_left_out,
     spans_of_turns,
     turn_ends,
 )
+from megatron_anchor.corpus.chat_templates import ChatTemplate, Rendered
 from megatron_anchor.corpus.conversations import ASSISTANT, Conversation, ConversationError
 from megatron_anchor.errors import UserError
 from megatron_anchor.tokenizers import EngineRecipe, Tokenizer

@@ -63,7 +63,7 @@ def conversations_of(messages: Any, tools: Any, *, from_table: bool) -> list[Con
         _message(message, f"message {number}", from_table=from_table)
         for number, message in enumerate(messages, start=1)
     ]
-    schemas = _tools(tools)
+    schemas = _tools(tools, from_table=from_table)
     tool_bytes = sum(map(len, _encoded(schemas, "tools")))
     found, at = [], 0
     for part in _split(checked):
@@ -163,7 +163,8 @@ def _calls(calls: Any, place: str, *, from_table: bool) -> list[dict[str, Any]]:
                 f"{place} has a null in the arguments of {inner['name']!r}; a table fills in nulls "
                 "where rows differ, so write arguments as JSON text",
             )
-        inner = {**inner, **({} if arguments is None else {"arguments": arguments})}
+        inner = {key: value for key, value in inner.items() if value is not None}
+        inner |= {} if arguments is None else {"arguments": arguments}
         found.append({**call, "function": inner} if "function" in call else inner)
     return found
 
@@ -177,8 +178,9 @@ def _object_in(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    if isinstance(tools, str) and tools:
+def _tools(tools: Any, *, from_table: bool) -> list[dict[str, Any]] | None:
+    is_text = isinstance(tools, str)
+    if is_text and tools:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
@@ -187,6 +189,12 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ConversationError("not tools", f"{_shown(tools)} is no list of JSON schemas")
+    if from_table and not is_text and _has_null(tools):
+        raise ConversationError(
+            "not tools",
+            "there is a null in them; a table fills in nulls where rows differ, so write tools as "
+            "JSON text",
+        )
     return [_plain(tool, "tools") for tool in tools]
 
 

@@ -96,7 +96,7 @@ def parse_chunk(chunk: Chunk, options: RowOptions) -> ParsedChunk:
                 value = dict.fromkeys(options.keys, _text_file(raw))
             elif raw is not None:
                 value = _load(raw, quick=not options.exact_numbers)
-            from_table = chunk.kind == "table"
+            from_table = chunk.kind in ("table", "objects")  # in both, nulls fill gaps
             documents = _documents(value, number, chunk.domain, options, from_table=from_table)
         except _RowError as bad:
             kind, detail = bad.args

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_anchor.corpus.chat_checks import prompt_note, require_whole_answers
 from megatron_anchor.corpus.chat_encoding import (
     TOO_LONG,
     ChatSettings,
     chat_settings,
     pattern_of,
 )
-from megatron_anchor.corpus.chat_templates import (
-    load_chat_template,
-    prompt_note,
-    require_whole_answers,
-)
+from megatron_anchor.corpus.chat_templates import load_chat_template
 from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.weights import (
     WEIGHT_DTYPES,

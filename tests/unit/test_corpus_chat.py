@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_anchor.corpus.chat_checks import prompt_note
 from megatron_anchor.corpus.chat_encoding import ChatEncoder, chat_settings
 from megatron_anchor.corpus.chat_templates import ChatTemplate, load_chat_template
 from megatron_anchor.corpus.conversations import ConversationError, conversations_of
@@ -410,8 +411,6 @@ def test_a_row_of_which_the_template_leaves_out_a_part_is_refused():
 
 
 def test_a_prompt_that_the_corpus_does_not_have_is_told():
-    from megatron_anchor.corpus.chat_templates import prompt_note
-
     def note(path):
         return prompt_note(load_chat_template(loaded(path), file=None, kwargs=None))
 

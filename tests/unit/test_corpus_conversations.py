@@ -83,7 +83,12 @@ def test_nulls_are_left_out_and_texts_joined():
     assert found.tools is None
 
 
-def test_nulls_in_arguments_are_refused_from_tables_alone():
+def test_nulls_in_arguments_and_tools_are_refused_from_tables_alone():
     assert conversations_of([U, CALL], None, from_table=False)
+    tools = [{"name": "f", "parameters": None}]
+    assert conversations_of([U, A], tools, from_table=False)
+    assert conversations_of([U, A], '[{"name": "f", "parameters": null}]', from_table=True)
+    with pytest.raises(ConversationError, match=r"a null in them.*tools as JSON text"):
+        conversations_of([U, A], tools, from_table=True)
     with pytest.raises(ConversationError, match=r"null in the arguments of 'f'.*as JSON text"):
         conversations_of([U, CALL], None, from_table=True)
