@@ -25,6 +25,7 @@ from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.weights import TargetWeights
 from tests.chat_fixtures import REWRITES, chat_tokenizer, talk, word_tokenizer, write_rows
 from tests.corpus_fixtures import corpus_files, texts
+from tests.unit.packing_oracle import build_train
 from tests.unit.test_corpus_chat import WORDS
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
@@ -90,6 +91,26 @@ def test_the_command_writes_ids_and_weights_of_conversations(tmp_path, capsys):
     assert summary["conversations"] == {"answers": 1, "conversations": 1}
     assert documents(prefix) == [([5, 6, 9, 7, 8, 9], [0, 0, 0, 1, 1, 1])]
     assert Path(f"{prefix}.weights.bin").read_bytes() == bytes([0, 0, 0, 1, 1, 1])
+
+
+def test_a_conversation_is_packed_with_the_labels_and_the_mask_that_were_worked_by_hand(tmp_path):
+    """From the command's files to a sample: anchor 1, and the eos is the pad."""
+    tokenizer = TokenizerConfig(tokenizer_model=str(word_tokenizer(WORDS)))
+    source = write_rows(tmp_path / "a.jsonl", [{"messages": talk("5 6", "7 8")}])
+    preprocess(config(tmp_path, "a", source, tokenizer=tokenizer, append_eod=True))
+    [sample] = build_train(str(tmp_path / "a_messages_document"), sequence_length=7)
+    assert sample["labels"].tolist()[:6] == [5, 6, 9, 7, 8, 9]
+    assert sample["loss_mask"].tolist() == [0, 0, 0, 1, 1, 1, 0]
+
+
+def test_two_answers_have_two_stop_tokens_as_targets_in_a_sample(tmp_path):
+    tokenizer = TokenizerConfig(tokenizer_model=str(word_tokenizer(WORDS)))
+    source = write_rows(tmp_path / "a.jsonl", [{"messages": talk("2", "3", "4", "5", system="6")}])
+    preprocess(config(tmp_path, "a", source, tokenizer=tokenizer))
+    [sample] = build_train(str(tmp_path / "a_messages_document"), sequence_length=12)
+    weights = [w for i, w in zip(sample["labels"], sample["loss_mask"], strict=True) if i == 9]
+    assert [float(w) for w in weights] == [0, 0, 1, 0, 1]
+    assert sample["loss_mask"].sum() == 4
 
 
 def test_rows_of_megatron_s_sft_files_become_a_document_each_conversation(tmp_path):
