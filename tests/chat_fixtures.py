@@ -27,6 +27,11 @@ LLAMA = (
     "{%- if m.role == 'assistant' %}{%- generation %}{{- m.content | trim }}<|eot_id|>"
     "{%- endgeneration %}{%- else %}{{- m.content | trim }}<|eot_id|>{%- endif %}{%- endfor %}"
 )
+INST = (
+    "{{- bos_token }}{%- for m in messages %}{%- if m.role == 'assistant' %}"
+    "{%- generation %}{{- ' ' + m.content + '</s>' }}{%- endgeneration %}"
+    "{%- else %}{{- '[INST] ' + m.content + ' [/INST]' }}{%- endif %}{%- endfor %}"
+)
 STOP_OUTSIDE = CHATML.replace(
     "{{- '<|im_end|>' }}{%- endgeneration %}", "{%- endgeneration %}{{- '<|im_end|>' }}"
 )
@@ -58,6 +63,25 @@ def chat_tokenizer(template: str | None = CHATML, *, eos: str = "<|im_end|>") ->
     library.add_special_tokens(list(SPECIAL))
     library.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
     return saved(library, template, eos=eos)
+
+
+@functools.cache
+def spaced_tokenizer() -> Path:
+    """As Llama 2's: words begin with their space, unknown characters become bytes, no newline."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    library.decoder = decoders.Metaspace(prepend_scheme="first")
+    by_bytes = [f"<0x{value:02X}>" for value in range(256)]
+    special = ["<unk>", "<s>", "</s>", *by_bytes]
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, special_tokens=special)
+    library.train_from_iterator(texts(20), trainer)
+    content = json.loads(library.to_str())
+    tokens = [t for t in content["added_tokens"] if t["content"] not in by_bytes]
+    library = Tokenizer.from_str(json.dumps({**content, "added_tokens": tokens}))
+    library.add_special_tokens(["[INST]", "[/INST]"])
+    return saved(library, INST, eos="</s>")
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from tests.chat_fixtures import (
     SPECIAL,
     STOP_OUTSIDE,
     chat_tokenizer,
+    spaced_tokenizer,
     talk,
     word_tokenizer,
 )
@@ -116,7 +117,7 @@ def test_a_message_of_weight_0_is_read_and_not_learned():
 # --- transformers' own mask ----------------------------------------------------------------------
 
 _plain_text = st.text(alphabet=st.characters(codec="utf-8"), max_size=30).filter(
-    lambda text: not any(special in text for special in SPECIAL)
+    lambda text: not any(special in text for special in (*SPECIAL, "</s>", "[INST]"))
 )
 _turns = st.lists(st.tuples(_plain_text, _plain_text), min_size=1, max_size=4)
 
@@ -141,6 +142,17 @@ def test_ids_and_weights_are_those_of_transformers(template, turns, system):
     assert ids == found["input_ids"]
     assert weights == found["assistant_masks"]
     assert sum(weights) >= len(turns)
+
+
+@given(turns=_turns)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_ids_and_weights_of_a_tokenizer_with_spaces_in_its_words(turns):
+    path = spaced_tokenizer()
+    messages = talk(*(text for turn in turns for text in turn))
+    found = theirs(path).apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert encode(path, messages) == (found["input_ids"], found["assistant_masks"])
 
 
 _spelling = st.sampled_from([*SPECIAL, "<think>", "</tool_call>", "<|im_", "end|>", " ", "\n", "x"])
