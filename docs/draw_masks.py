@@ -9,13 +9,17 @@ and the beginning of `31 32 33 34 35 E`, each behind the anchor `a`.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.attention.masks import dense_mask, document_of_slot
-from megatron_anchor.packing.layout import positions, segment_borders
-from megatron_anchor.packing.patterns import ATTENTION_PATTERNS
+from megatron_anchor.packing.patterns import ANCHOR as ANCHOR_PATTERN
+from megatron_anchor.packing.patterns import attention_patterns
+from megatron_anchor.packing.positions import positions
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the definition that tests compare with
+from tests.masks import dense_mask, document_of_slot
 
 TOKENS = ["a", "11", "12", "13", "E", "a", "21", "22", "E", "a", "31", "32"]
 BORDERS = np.array([0, 5, 9, 12])
@@ -43,19 +47,19 @@ def main() -> None:
 
 def draw_patterns(path: Path) -> None:
     """The attention patterns over one and the same token buffer."""
-    figure, panels = _figure(len(ATTENTION_PATTERNS), columns=3)
-    for axes in panels[len(ATTENTION_PATTERNS) :]:
+    patterns, slots = attention_patterns(), len(TOKENS)
+    figure, panels = _figure(len(patterns), columns=3)
+    for axes in panels[len(patterns) :]:
         axes.axis("off")
-    for axes, pattern in zip(panels, ATTENTION_PATTERNS, strict=False):
-        slots = len(TOKENS)
-        full = pattern == "full"
-        borders = np.array([0, slots]) if full else BORDERS
-        position_S = (
-            np.arange(slots) if full else positions(BORDERS, slots, attention_pattern=pattern)
-        )
-        segments = segment_borders(borders, attention_pattern=pattern)
+    for axes, pattern in zip(panels, patterns, strict=False):
+        if pattern.masks_documents:
+            borders, position_S = BORDERS, positions(BORDERS, slots, pattern=pattern)
+            segments = pattern.segments(borders)
+        else:
+            borders, position_S = np.array([0, slots]), np.arange(slots)
+            segments = borders
         _draw(axes, dense_mask(segments), borders, TOKENS, position_S)
-        axes.set_title(f"--attention-pattern {pattern}", family="monospace", fontsize=10)
+        axes.set_title(f"--attention-pattern {pattern.name}", family="monospace", fontsize=10)
     figure.savefig(path, dpi=110)
 
 
@@ -71,7 +75,7 @@ def draw_forms(path: Path) -> None:
         first_document=-1,
     )
     shared.set_title("one anchor, seen by all documents", fontsize=10)
-    position_S = positions(BORDERS, len(TOKENS), attention_pattern="anchor")
+    position_S = positions(BORDERS, len(TOKENS), pattern=ANCHOR_PATTERN)
     _draw(copies, dense_mask(BORDERS), BORDERS, TOKENS, position_S)
     copies.set_title("a copy of it at the head of every document", fontsize=10)
     figure.savefig(path, dpi=110)

@@ -128,13 +128,6 @@ def build_gpt_model(config: Any, *, vp_stage: int | None = None) -> Any:
     return GPTModelBuilder(config).build_model(groups, vp_stage=vp_stage)
 
 
-def add_argument_group(parser: ArgumentParser, config: type, *, title: str) -> None:
-    """Turn a dataclass' fields and their docstrings into flags, by Megatron's own factory."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    ArgumentGroupFactory(config).build_group(parser, title=title)
-
-
 def parse_and_validate_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
     *,

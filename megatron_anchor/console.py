@@ -10,10 +10,11 @@ import difflib
 import importlib
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_anchor import __version__
+from megatron_anchor.command_line import Main, run
 from megatron_anchor.terminal import say, say_block
 
 
@@ -24,9 +25,7 @@ class Command(NamedTuple):
     tool: str
     """The thin script over the same code in `tools/`."""
     main: str
-    """`module:function`, a function of the argument list that returns the exit code."""
-    run: str | None = None
-    """`module:function` that calls `main` and turns its errors into messages."""
+    """`module:function`: arguments to exit code, for `command_line.run`."""
 
 
 _CORPUS = "megatron_anchor.corpus"
@@ -37,25 +36,21 @@ COMMANDS = {
         "texts to a .bin/.idx corpus",
         "preprocess_data.py",
         f"{_CORPUS}.cli_preprocess:main",
-        f"{_CORPUS}.cli:run",
     ),
     "merge": Command(
         "join shards or corpora",
         "merge_corpora.py",
         f"{_CORPUS}.cli_merge:main",
-        f"{_CORPUS}.cli:run",
     ),
     "inspect-corpus": Command(
         "count, draw and verify a corpus",
         "inspect_corpus.py",
         f"{_CORPUS}.cli_inspect:main",
-        f"{_CORPUS}.cli:run",
     ),
     "upsample": Command(
         "draw long documents more often",
         "upsample_long_documents.py",
         f"{_CORPUS}.cli_upsample:main",
-        f"{_CORPUS}.cli:run",
     ),
     "inspect-packing": Command(
         "show what a corpus becomes when it is packed",
@@ -71,19 +66,16 @@ COMMANDS = {
         "a Hugging Face model to a Megatron checkpoint",
         "convert_hf_to_megatron.py",
         f"{_CHECKPOINT}.cli_to_megatron:main",
-        f"{_CHECKPOINT}.cli:run",
     ),
     "convert to-hf": Command(
         "a Megatron checkpoint to a Hugging Face model",
         "convert_megatron_to_hf.py",
         f"{_CHECKPOINT}.cli_to_hugging_face:main",
-        f"{_CHECKPOINT}.cli:run",
     ),
     "convert verify": Command(
         "compare the two, bit by bit and in logits",
         "verify_conversion.py",
         f"{_CHECKPOINT}.cli_verify:main",
-        f"{_CHECKPOINT}.cli:run",
     ),
     "measure-drift": Command(
         "how far positions in low precision move the attention",
@@ -175,8 +167,7 @@ def _no_such_command(words: Sequence[str]) -> int:
 
 
 def _call(command: Command, arguments: Sequence[str]) -> int:
-    main = _load(command.main)
-    return _load(command.run)(main, arguments) if command.run else main(arguments)
+    return run(lambda words: _load(command.main)(words), arguments)  # Ctrl-C may come early
 
 
 def _show_help(command: Command, arguments: Sequence[str]) -> int:
@@ -196,6 +187,6 @@ def _in_our_words(text: str) -> str:
     return text
 
 
-def _load(place: str) -> Callable[..., int]:
+def _load(place: str) -> Main:
     module, function = place.split(":")
     return getattr(importlib.import_module(module), function)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_anchor.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
@@ -24,7 +26,7 @@ class Window:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"a window of {self.size} keys: expected 1 or more")
+            raise UserError(f"a window of {self.size} keys: expected 1 or more")
 
 
 class LayerKind(NamedTuple):

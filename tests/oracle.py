@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_anchor.attention.masks import dense_mask
+from tests.masks import dense_mask
 
 
 def dense_attention(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_anchor.checkpoint.cli import run
 from megatron_anchor.checkpoint.cli_to_hugging_face import main
+from megatron_anchor.command_line import run
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_anchor.command_line import run
 from megatron_anchor.planner.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

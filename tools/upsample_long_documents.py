@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_anchor.corpus.cli import run
+from megatron_anchor.command_line import run
 from megatron_anchor.corpus.cli_upsample import main
 
 if __name__ == "__main__":

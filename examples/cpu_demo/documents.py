@@ -10,13 +10,17 @@ import argparse
 import ast
 import importlib.util
 import json
-import os
 import pydoc_data.topics
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_anchor.whole_files import atomic_write_text
 
 PACKAGES = ("torch", "transformers", "numpy")
 LARGEST_FILE, SHORTEST_DOCSTRING = 500_000, 200
@@ -95,13 +99,11 @@ def write_documents(folder: Path, most_each: int = 200) -> dict[str, tuple[Path,
     written = {}
     for domain, documents in domains(most_each).items():
         path, count = folder / f"{domain}.jsonl", 0
-        unfinished = path.with_suffix(".tmp")
-        with unfinished.open("w", encoding="utf-8") as out:
+        with atomic_write_text(path) as out:
             for name, text in documents:
                 row = {"text": text, "meta": {"domain": domain, "name": name}}
                 out.write(json.dumps(row) + "\n")
                 count += 1
-        os.replace(unfinished, path)
         written[domain] = (path, count)
     return written
 

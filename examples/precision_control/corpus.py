@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from task import (
     Vocabulary,
     make_document,
 )
+
+from megatron_anchor.whole_files import atomic_write
 
 VOCAB_SIZE, EOS = 512, 1
 VOCABULARY = Vocabulary(first=2)  # behind bos and eos
@@ -50,12 +51,9 @@ def make_corpus(folder: Path, *, documents: int, seed: int = 0) -> None:
     seen = [ids for number, ids in enumerate(encoded) if number % HELD_OUT]
     random = np.random.default_rng(seed)
     write_corpus(folder / "corpus", training_documents(random, seen, documents))
-    np.savez(
-        folder / "held_out.tmp.npz",
-        text=np.concatenate(held_out),
-        lengths=np.array([len(ids) for ids in held_out]),
-    )
-    os.replace(folder / "held_out.tmp.npz", folder / "held_out.npz")
+    lengths = np.array([len(ids) for ids in held_out])
+    with atomic_write(folder / "held_out.npz") as stream:
+        np.savez(stream, text=np.concatenate(held_out), lengths=lengths)
 
 
 def encode(tokenizer: Path, files: list[Path]) -> Iterator[np.ndarray]:

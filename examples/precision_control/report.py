@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from task import CHANCE, chance_of_as_many
+
+from megatron_anchor.whole_files import atomic_write_text
 
 BUCKETS = ((1, 16), (16, 32), (32, 64), (64, 128), (128, 256))
 """Distances from question to fact, from this to below that; the last is longer than trained."""
@@ -130,9 +131,8 @@ def write_report(output: Path, runs: Sequence[Run]) -> str:
         "results.md": text + "\n",
         "results.json": json.dumps({"summary": plain, "runs": raw}) + "\n",
     }.items():
-        unfinished = output / f"{name}.tmp"
-        unfinished.write_text(content)
-        os.replace(unfinished, output / name)
+        with atomic_write_text(output / name) as stream:
+            stream.write(content)
     draw(output / "results.png", runs, summary)
     return text
 

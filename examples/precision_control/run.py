@@ -20,10 +20,13 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu_demo"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from report import Run, write_report
 from training_log import follow
+
+from megatron_anchor.whole_files import atomic_write_text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -136,9 +139,8 @@ def train(output: Path, name: str, seed: int, settings: Settings) -> None:
     last = steps[-1]
     figures = {"steps": [[step.iteration, step.loss] for step in steps]}
     figures |= {"attention_work": last.attention_work, "seconds": last.seconds}
-    unfinished = result.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(figures | json.loads(scores.read_text())) + "\n")
-    os.replace(unfinished, result)
+    with atomic_write_text(result) as stream:
+        stream.write(json.dumps(figures | json.loads(scores.read_text())) + "\n")
     scores.unlink()
 
 

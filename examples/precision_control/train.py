@@ -10,7 +10,6 @@ evaluates, here once, after the last step.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import ArgumentParser
 from dataclasses import asdict
@@ -32,6 +31,7 @@ from megatron_anchor.training.arguments import add_anchor_arguments
 from megatron_anchor.training.forward_step import forward_step
 from megatron_anchor.training.providers import anchor_token_id, datasets_provider, model_config
 from megatron_anchor.training.validation import require_supported
+from megatron_anchor.whole_files import atomic_write_text
 
 
 def main() -> None:
@@ -75,9 +75,8 @@ def score(model: list[Any]) -> None:
         anchor_position=args.anchor_position,
         documents=args.score_documents,
     )
-    unfinished = args.score_file.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(asdict(scores)) + "\n")
-    os.replace(unfinished, args.score_file)
+    with atomic_write_text(args.score_file) as stream:
+        stream.write(json.dumps(asdict(scores)) + "\n")
 
 
 if __name__ == "__main__":

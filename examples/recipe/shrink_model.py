@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_anchor.checkpoint.output import output_folder
 from megatron_anchor.checkpoint.pretrained import load_config
 from megatron_anchor.checkpoint.tokenizer_files import copy_tokenizer
+from megatron_anchor.whole_files import atomic_folder
 
 HEADS, HEAD_DIM, LAYERS = 4, 16, 2
 
@@ -34,7 +34,7 @@ def shrink(source: Path, out: Path) -> None:
         config.layer_types = config.layer_types[:LAYERS]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    with output_folder(out) as folder:
+    with atomic_folder(out) as folder:
         model.save_pretrained(folder)
         copy_tokenizer(source, folder)
     print(f"{out}: {type(model).__name__}, {model.num_parameters():,} random parameters")

@@ -7,7 +7,7 @@ alone() { # alone PATH: no other job of this script writes it, until this proces
     local status=0
     [[ -z $DRY_RUN ]] || return 0
     mkdir -p "$(dirname "$1")"
-    exec {LOCK}<>"$1.lock" # the file is kept: removing it would let two jobs lock two files
+    exec {LOCK}<>"$1.step.lock" # the file is kept: removing it would let two jobs lock two files
     "$PYTHON" "$ROOT/examples/recipe/lock.py" "$LOCK" "$1" || status=$?
     ((status == 0)) || exit "$status"
 }

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.errors import UserError
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -52,13 +52,13 @@ def safetensors_extents(path: Path) -> dict[str, Extent]:
     """Read a safetensors header and check it against the file's size.
 
     Raises:
-        CheckpointError: for a truncated or malformed file, or a dtype that is no floating one.
+        UserError: for a truncated or malformed file, or a dtype that is no floating one.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 0 < length <= min(LARGEST_HEADER, size - 8):
-            raise CheckpointError(
+            raise UserError(
                 f"{path}: not a whole safetensors file: header of {length} bytes in a file of "
                 f"{size}; fetch it again"
             )
@@ -68,7 +68,7 @@ def safetensors_extents(path: Path) -> dict[str, Extent]:
         header.pop("__metadata__", None)
         end = _filled_bytes(path, header)
         if 8 + length + end != size:
-            raise CheckpointError(
+            raise UserError(
                 f"{path} has {size} bytes, its header announces {8 + length + end}: it is "
                 "truncated or damaged; fetch it again"
             )
@@ -77,9 +77,9 @@ def safetensors_extents(path: Path) -> dict[str, Extent]:
             for name, entry in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, UserError):
             raise
-        raise CheckpointError(f"{path}: the safetensors header is malformed: {error!r}") from error
+        raise UserError(f"{path}: the safetensors header is malformed: {error!r}") from error
 
 
 def _filled_bytes(path: Path, header: Mapping[str, Mapping[str, Any]]) -> int:
@@ -88,13 +88,13 @@ def _filled_bytes(path: Path, header: Mapping[str, Mapping[str, Any]]) -> int:
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         numbers = [*entry["shape"], *entry["data_offsets"]]
         if len(entry["data_offsets"]) != 2 or any(type(n) is not int or n < 0 for n in numbers):
-            raise CheckpointError(
+            raise UserError(
                 f"{path}: {name} has shape {entry['shape']} and data_offsets "
                 f"{entry['data_offsets']}, expected whole numbers; fetch the file again"
             )
         first, last = entry["data_offsets"]
         if first != end:
-            raise CheckpointError(
+            raise UserError(
                 f"{path}: {name} begins at byte {first} of the data, but the tensor before it ends "
                 f"at {end}: they overlap or leave a hole; fetch the file again"
             )
@@ -104,7 +104,7 @@ def _filled_bytes(path: Path, header: Mapping[str, Mapping[str, Any]]) -> int:
 
 def _safetensors_extent(path: Path, base: int, name: str, entry: Mapping[str, Any]) -> Extent:
     if entry["dtype"] not in SAFETENSORS_DTYPES:
-        raise CheckpointError(
+        raise UserError(
             f"{path}: {name} has dtype {entry['dtype']}, expected one of "
             f"{', '.join(SAFETENSORS_DTYPES)}; quantised weights cannot be trained, take the "
             "model's original ones"
@@ -112,7 +112,7 @@ def _safetensors_extent(path: Path, base: int, name: str, entry: Mapping[str, An
     dtype, (first, last) = SAFETENSORS_DTYPES[entry["dtype"]], entry["data_offsets"]
     shape = tuple(entry["shape"])
     if last - first != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(
+        raise UserError(
             f"{path}: {name} of shape {list(shape)} and dtype {entry['dtype']} cannot fill "
             f"{last - first} bytes; fetch the file again"
         )
@@ -130,17 +130,17 @@ def archive_extent(tensor: Tensor, *, path: Path, base: int, size: int, name: st
         name: for messages.
 
     Raises:
-        CheckpointError: if it is not contiguous, not floating, or reaches past the archive.
+        UserError: if it is not contiguous, not floating, or reaches past the archive.
     """
     storage_offset = cast(Any, tensor.untyped_storage())._checkpoint_offset
     offset = storage_offset + tensor.storage_offset() * tensor.dtype.itemsize
     if not tensor.is_contiguous() or tensor.dtype not in SAFETENSORS_NAMES:
-        raise CheckpointError(
+        raise UserError(
             f"{path}: {name} is stored as {tensor.dtype} with strides {tensor.stride()}; expected "
             "a contiguous floating tensor: save the model again"
         )
     if offset + tensor.numel() * tensor.dtype.itemsize > size:
-        raise CheckpointError(f"{path}: {name} reaches past the end of its archive; truncated?")
+        raise UserError(f"{path}: {name} reaches past the end of its archive; truncated?")
     return Extent(path, base + offset, tuple(tensor.shape), tensor.dtype)
 
 
@@ -148,7 +148,7 @@ def load_fake(file: Any, *, place: str) -> Any:
     """Open a ``torch.save`` archive without its data: tensors know their place in the file.
 
     Raises:
-        CheckpointError: if it is damaged, or holds anything but tensors and plain containers,
+        UserError: if it is damaged, or holds anything but tensors and plain containers,
             which is never executed.
     """
     try:
@@ -178,12 +178,12 @@ def check_pickle(path: Path) -> Any:
     """Open a ``pytorch_model*.bin`` without its data: what it is made of, tensors as places.
 
     Raises:
-        CheckpointError: if it is in torch's oldest format, damaged, or holds anything but tensors
+        UserError: if it is in torch's oldest format, damaged, or holds anything but tensors
             and plain containers.
     """
     with open(path, "rb") as file:
         if file.read(2) != b"PK":
-            raise CheckpointError(
+            raise UserError(
                 f"{path} is not a zip archive as torch >= 1.6 writes; save the model again as "
                 "safetensors"
             )
@@ -194,14 +194,14 @@ def pickled_extents(path: Path) -> dict[str, Extent]:
     """Locate the tensors of a ``pytorch_model*.bin``.
 
     Raises:
-        CheckpointError: see `load_fake` and `archive_extent`.
+        UserError: see `load_fake` and `archive_extent`.
     """
     state = check_pickle(path)
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path}: expected a dict of tensors, got {type(state).__name__}")
+        raise UserError(f"{path}: expected a dict of tensors, got {type(state).__name__}")
     others = [f"{k} ({type(v).__name__})" for k, v in state.items() if not isinstance(v, Tensor)]
     if others:
-        raise CheckpointError(
+        raise UserError(
             f"{path}: expected tensors only, got also {', '.join(others[:3])}; save the model's "
             "state_dict alone (model.save_pretrained does)"
         )
@@ -212,15 +212,15 @@ def pickled_extents(path: Path) -> dict[str, Extent]:
     }
 
 
-def unpickling_error(error: Exception, *, place: str) -> CheckpointError:
+def unpickling_error(error: Exception, *, place: str) -> UserError:
     """Tell malice from damage, in words of our own: torch's advise to execute the file."""
     asked = re.search(r"(?:GLOBAL |class |function |from )([A-Za-z_][\w]*(?:\.\w+)+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and asked:
-        return CheckpointError(
+        return UserError(
             f"{place}: refused to unpickle {asked[1]}, which is neither a tensor nor a plain value "
             "and was not executed. Do not load it elsewhere either unless you trust its source"
         )
-    return CheckpointError(
+    return UserError(
         f"{place} is damaged: not a whole torch archive ({type(error).__name__}); fetch it again"
     )
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.model_arguments import CARRIED, REQUIRED, WITHOUT_EFFECT
 from megatron_anchor.checkpoint.training_arguments import NOT_OF_THE_MODEL
+from megatron_anchor.errors import UserError
 
 HARMLESS = {
     name: reason
@@ -55,19 +55,19 @@ def check_representable(given: Mapping[str, Any], *, ignored: Collection[str] = 
         Notes on what was left out.
 
     Raises:
-        CheckpointError: naming every argument that cannot be said, with both values; or for an
+        UserError: naming every argument that cannot be said, with both values; or for an
             ignored name that is no problem.
     """
     problems = unrepresentable(given)
     for name in ignored:
         if name not in problems:
-            raise CheckpointError(
+            raise UserError(
                 f"--ignore-arguments {name}: the export depends on no such argument of this run; "
                 "leave it out"
             )
     wrong = {name: text for name, text in problems.items() if name not in ignored}
     if wrong:
-        raise CheckpointError(
+        raise UserError(
             f"no Hugging Face family can represent this run: {', '.join(wrong.values())}. To "
             "export it without them, which is another model wherever they matter: "
             f"tools/convert_megatron_to_hf.py --ignore-arguments {' '.join(wrong)}"

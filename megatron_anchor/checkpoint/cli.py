@@ -1,17 +1,12 @@
-"""What all conversion commands share: help with an example, errors without tracebacks, dtypes."""
+"""What all conversion commands share."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import warnings
-from collections.abc import Callable, Sequence
 
 import torch
-
-from megatron_anchor.checkpoint.errors import CheckpointError
-from megatron_anchor.terminal import say
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,17 +20,9 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-progress", action="store_true", help="no progress bar")
 
 
-def run(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
-    """Run a command: errors become a message and exit code 1, Ctrl-C exit code 130."""
-    for module in ("megatron", "torch.distributed.checkpoint"):  # about their own internals
+def quiet_megatron() -> None:
+    """Silence what Megatron says about its own internals."""
+    for module in ("megatron", "torch.distributed.checkpoint"):
         warnings.filterwarnings("ignore", module=module)
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        return command(argv)
-    except (CheckpointError, OSError) as error:  # OSError names the file itself
-        say(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        say("interrupted; nothing was left behind", file=sys.stderr)
-        return 130

@@ -6,11 +6,11 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments
-from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments, quiet_megatron
 from megatron_anchor.checkpoint.hugging_face_weights import SHARD_BYTES
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.command_line import make_parser
+from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import say, say_json
 
 _EXAMPLE = """\
@@ -70,8 +70,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, convert, print."""
     args = parser().parse_args(argv)
+    quiet_megatron()
     if not 0 < args.max_shard_size < math.inf:
-        raise CheckpointError(f"--max-shard-size {args.max_shard_size}: expected more than 0 GB")
+        raise UserError(f"--max-shard-size {args.max_shard_size}: expected more than 0 GB")
     done = convert_to_hugging_face(
         args.megatron,
         args.out,

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments
+from megatron_anchor.checkpoint.cli import DTYPES, add_output_arguments, quiet_megatron
 from megatron_anchor.checkpoint.extension import BASES
 from megatron_anchor.checkpoint.families import FAMILIES, LOCAL, TARGETS
 from megatron_anchor.checkpoint.to_megatron import ARGS_FILE, convert_to_megatron
@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, convert, print."""
     args = parser().parse_args(argv)
+    quiet_megatron()
     done = convert_to_megatron(
         args.hf,
         args.out,

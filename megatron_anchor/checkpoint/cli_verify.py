@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_anchor.checkpoint.cli import DTYPES
-from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.checkpoint.cli import DTYPES, quiet_megatron
 from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.verify import (
     LogitVerdict,
@@ -20,6 +19,7 @@ from megatron_anchor.checkpoint.verify import (
     text_tokens,
 )
 from megatron_anchor.command_line import make_parser
+from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import say, say_json
 
 TEXT = (
@@ -61,9 +61,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, compare, print the verdict."""
     args = parser().parse_args(argv)
+    quiet_megatron()
     folder = Path(args.hf)
     if args.max_tokens < 1:
-        raise CheckpointError(f"--max-tokens {args.max_tokens}: expected at least 1")
+        raise UserError(f"--max-tokens {args.max_tokens}: expected at least 1")
     if not args.no_logits:
         from megatron_anchor import on_cpu
 

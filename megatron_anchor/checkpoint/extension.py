@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.errors import UserError
 
 BASES = {
     16384: 1_000_000.0,
@@ -34,21 +34,21 @@ def extended(
         positions: ``max_position_embeddings``.
 
     Raises:
-        CheckpointError: for a target length that is not in the table, values below 1, or a base
+        UserError: for a target length that is not in the table, values below 1, or a base
             that Megatron cannot be given.
     """
     if extend_to is not None and extend_to not in BASES:
-        raise CheckpointError(
+        raise UserError(
             f"--extend-to {extend_to}: the table has {', '.join(map(str, BASES))}; for another "
             "length set --max-position-embeddings and --rotary-base"
         )
     for flag, value in (("--rotary-base", rotary_base), ("--max-position-embeddings", positions)):
         if value is not None and not (1 <= value < math.inf):
-            raise CheckpointError(f"{flag} {value}: expected a number of at least 1")
+            raise UserError(f"{flag} {value}: expected a number of at least 1")
     table_base = BASES[extend_to] if extend_to else None
     base = float(rotary_base or table_base or model.rotary_base)
     if not base.is_integer():
-        raise CheckpointError(
+        raise UserError(
             f"RoPE base {base}: Megatron's --rotary-base is a whole number; to train with another "
             f"base set --rotary-base {base:.0f}"
         )

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.row_maps import (
     Grouped,
@@ -24,6 +23,7 @@ from megatron_anchor.checkpoint.row_maps import (
     Vocabulary,
     Zeros,
 )
+from megatron_anchor.errors import UserError
 
 LAYER, EXPERT = "{layer}", "{expert}"
 LOCAL, ENGINE = TARGETS = ("local", "transformer_engine")
@@ -321,7 +321,7 @@ def family_of(name: str) -> Family:
     """Find a family by its architecture.
 
     Raises:
-        CheckpointError: for an unknown one, with the nearest known name.
+        UserError: for an unknown one, with the nearest known name.
     """
     if name in FAMILIES:
         return FAMILIES[name]
@@ -330,7 +330,7 @@ def family_of(name: str) -> Family:
     kind = re.sub(f"{CAUSAL}$", "", name, flags=re.IGNORECASE).lower()
     near = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.7)
     hint = f"did you mean {kinds[near[0]]}? " if near else ""
-    raise CheckpointError(
+    raise UserError(
         f"unknown architecture {name!r}; {hint}Known: {', '.join(FAMILIES)} (docs/conversion.md)"
     )
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import FAMILIES, Family, family_of, homeless_biases
 from megatron_anchor.checkpoint.hugging_face_keys import (
     FULL,
@@ -26,6 +25,7 @@ from megatron_anchor.checkpoint.transformers_config import (
     check_fields,
     transformers_config,
 )
+from megatron_anchor.errors import UserError
 
 NOT_KEPT = names(
     """
@@ -48,12 +48,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Read a model folder's config.json.
 
     Raises:
-        CheckpointError: if it is not there or not a JSON object, or if the folder has links that
+        UserError: if it is not there or not a JSON object, or if the folder has links that
             lead outside of it.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; give the folder of a Hugging Face model")
+        raise UserError(f"{path} does not exist; give the folder of a Hugging Face model")
     check_links(folder)
     return read_json(path)
 
@@ -66,7 +66,7 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
         drop_sliding_window: accept a sliding window, and train with full attention.
 
     Raises:
-        CheckpointError: for an unknown architecture, a missing field, a key that nobody has looked
+        UserError: for an unknown architecture, a missing field, a key that nobody has looked
             at, or a feature that training does not have.
     """
     theirs, family, name = _understood(config)
@@ -102,7 +102,7 @@ def _understood(config: Mapping[str, Any]) -> tuple[Any, Family, str]:
     family = family_of(name)
     model_type = config.get("model_type")
     if model_type not in (None, family.model_type):
-        raise CheckpointError(
+        raise UserError(
             f"config.json: model_type {model_type!r} contradicts architectures [{name!r}], which "
             f"is {family.model_type!r}; transformers goes by model_type, so keep the right one"
         )
@@ -118,7 +118,7 @@ def _experts(config: Mapping[str, Any], theirs: Any, family: Family) -> dict[str
         return {}
     counts = {config[name] for name in EXPERTS if config.get(name) is not None}
     if len(counts) > 1:
-        raise CheckpointError(
+        raise UserError(
             f"config.json: {' and '.join(EXPERTS)} are two names of one number, got "
             f"{' and '.join(map(str, sorted(counts)))}; keep the right one"
         )
@@ -135,22 +135,22 @@ def architecture(config: Mapping[str, Any]) -> str:
     """Name the architecture; configs without ``architectures`` are known by their model_type.
 
     Raises:
-        CheckpointError: for an unknown one.
+        UserError: for an unknown one.
     """
     given = config.get("architectures") or []
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise CheckpointError(
+        raise UserError(
             f"config.json: architectures is {given!r}, expected a list of names"
             + (f" such as [{given!r}]" if isinstance(given, str) else "")
         )
     if len(given) > 1:
-        raise CheckpointError(f"config.json: architectures is {given!r}, expected one name")
+        raise UserError(f"config.json: architectures is {given!r}, expected one name")
     if given:
         return given[0]
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     model_type = str(config.get("model_type"))
     if model_type not in by_type:
-        raise CheckpointError(
+        raise UserError(
             f"config.json: no architectures, and model_type {model_type!r} is none of "
             f"{', '.join(by_type)}"
         )
@@ -165,14 +165,14 @@ def rope_of(config: Mapping[str, Any], theirs: Any) -> tuple[float, dict[str, An
         theirs: transformers' object of it, for what is missing.
 
     Raises:
-        CheckpointError: if both forms are there and differ.
+        UserError: if both forms are there and differ.
     """
     new, old = (dict(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
     given = (config.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta"))
     bases = {float(value) for value in given if value is not None}
     forms = [scaling_of(form) for form in (new, old) if form]
     if len(bases) > 1 or (len(forms) > 1 and forms[0] != forms[1]):
-        raise CheckpointError(
+        raise UserError(
             f"config.json: rope_parameters {new} contradicts rope_theta "
             f"{config.get('rope_theta')} and rope_scaling {old}; keep the right one"
         )
@@ -188,7 +188,7 @@ def _check_rope_kinds(config: Mapping[str, Any]) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         kind = scaling_of(config.get(key) or {}).get("rope_type", ROPE_TYPES[0])
         if kind not in ROPE_TYPES:
-            raise CheckpointError(
+            raise UserError(
                 f"config.json: rope type {kind!r} is none of default, {', '.join(ROPE_TYPES)}"
             )
 
@@ -198,7 +198,7 @@ def _set_original_length(scaling: dict[str, Any], config: Mapping[str, Any], the
     name = "original_max_position_embeddings"
     inside, outside = scaling.get(name), config.get(name)
     if None not in (inside, outside) and inside != outside:
-        raise CheckpointError(
+        raise UserError(
             f"config.json: {name} {outside} contradicts the one beside rope_type, {inside}; "
             "keep the right one"
         )
@@ -222,11 +222,11 @@ def refuse_sliding_window(config: Mapping[str, Any], *, positions: int) -> None:
         positions: longest sequence, after an extension.
 
     Raises:
-        CheckpointError: with the way out.
+        UserError: with the way out.
     """
     window = sliding_window(config)
     if window is not None and window < positions:
-        raise CheckpointError(
+        raise UserError(
             f"config.json: sliding_window {window} of {positions} positions; training here has "
             "full attention inside a document. To go on without the window (the exported config "
             "then has none either) add --drop-sliding-window"
@@ -237,7 +237,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     """Give the window that is in force in any layer, None for full attention.
 
     Raises:
-        CheckpointError: for kinds of layers without a window to slide, or of another attention.
+        UserError: for kinds of layers without a window to slide, or of another attention.
     """
     theirs, family, _ = _understood(config)
     window = getattr(theirs, "sliding_window", None)
@@ -246,7 +246,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     kinds = theirs.layer_types
     others = [kind for kind in kinds if kind not in (FULL, SLIDING)]
     if others or (SLIDING in kinds and window is None):
-        raise CheckpointError(
+        raise UserError(
             f"config.json: layer_types {kinds} with sliding_window {window}: "
             f"expected {FULL}, and {SLIDING} only where there is a window"
         )
@@ -255,19 +255,17 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 def _refuse_unsupported(config: Mapping[str, Any], theirs: Any, model: Model) -> None:
     if config.get("quantization_config"):
-        raise CheckpointError(
+        raise UserError(
             "config.json: quantization_config: quantised weights cannot be trained; take the "
             "model's original ones"
         )
     if theirs.hidden_act not in SILU:
-        raise CheckpointError(
-            f"config.json: hidden_act {theirs.hidden_act!r}, expected 'silu' (SwiGLU)"
-        )
+        raise UserError(f"config.json: hidden_act {theirs.hidden_act!r}, expected 'silu' (SwiGLU)")
     for place in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
         if (partial := place.get("partial_rotary_factor")) not in (None, 1):
-            raise CheckpointError(f"config.json: partial_rotary_factor {partial} is not supported")
+            raise UserError(f"config.json: partial_rotary_factor {partial} is not supported")
     if homeless := homeless_biases(model):
-        raise CheckpointError(
+        raise UserError(
             "config.json: attention_bias true is not supported: Megatron's linear layers have "
             f"biases all or none, and {model.family} has no {' or '.join(homeless)} to export "
             "them to"
@@ -277,21 +275,21 @@ def _refuse_unsupported(config: Mapping[str, Any], theirs: Any, model: Model) ->
         getattr(theirs, "decoder_sparse_step", 1),
     )
     if dense or step != 1:
-        raise CheckpointError(
+        raise UserError(
             f"config.json: mlp_only_layers {dense}, decoder_sparse_step {step}: only experts in "
             "every layer are supported"
         )
     if model.heads % model.groups:
-        raise CheckpointError(
+        raise UserError(
             f"config.json: num_attention_heads {model.heads} is not a multiple of "
             f"num_key_value_heads {model.groups}"
         )
     if model.experts_per_token > model.experts:
-        raise CheckpointError(
+        raise UserError(
             f"config.json: num_experts_per_tok {model.experts_per_token} of {model.experts} experts"
         )
     if model.experts_per_token == 1 and model.normalized_router:
-        raise CheckpointError(
+        raise UserError(
             "config.json: num_experts_per_tok 1 with normalized weights, which then are always 1: "
             "Megatron's router has no such setting"
             + ("" if model.family.startswith("Mixtral") else "; with norm_topk_prob false it does")

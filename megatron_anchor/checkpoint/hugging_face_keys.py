@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.names import names
+from megatron_anchor.errors import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -131,7 +131,7 @@ def check_keys(config: Mapping[str, Any], model_type: str) -> None:
         model_type: of its family.
 
     Raises:
-        CheckpointError: naming all that are not, with their values.
+        UserError: naming all that are not, with their values.
     """
     odd = [
         f"{key} {value!r}"
@@ -147,7 +147,7 @@ def check_keys(config: Mapping[str, Any], model_type: str) -> None:
                 if value is not None and key not in IN_ROPE
             ]
     if odd:
-        raise CheckpointError(
+        raise UserError(
             f"config.json: not supported for model_type {model_type!r}: {', '.join(odd)}; remove "
             "from a copy of config.json what the model does not depend on"
         )

@@ -18,9 +18,9 @@ from megatron_anchor.checkpoint.archives import (
     pickled_extents,
     safetensors_extents,
 )
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.model_folder import check_links
 from megatron_anchor.checkpoint.rows import FileRows, Files, Piece
+from megatron_anchor.errors import UserError
 
 SHARD_BYTES = 5_000_000_000  # transformers' own habit
 KINDS: tuple[tuple[str, Callable[[Path], dict[str, Extent]]], ...] = (
@@ -37,7 +37,7 @@ def open_weights(folder: str | Path, files: Files) -> dict[str, FileRows]:
         files: reads them.
 
     Raises:
-        CheckpointError: for missing, truncated or malicious files, links that lead outside of the
+        UserError: for missing, truncated or malicious files, links that lead outside of the
             folder, or an index that does not fit.
     """
     folder = Path(folder)
@@ -54,7 +54,7 @@ def open_weights(folder: str | Path, files: Files) -> dict[str, FileRows]:
             tensor: FileRows(files, [Piece(extent)], shape=extent.shape, dtype=extent.dtype)
             for tensor, extent in found.items()
         }
-    raise CheckpointError(
+    raise UserError(
         f"{folder} has no weights: expected model.safetensors or model.safetensors.index.json "
         "(or pytorch_model.bin)"
     )
@@ -64,14 +64,14 @@ def _sharded(index: Path, extents: Callable[[Path], dict[str, Extent]]) -> dict[
     try:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no index of weights: {error!r}") from error
+        raise UserError(f"{index} is no index of weights: {error!r}") from error
     odd = [f"{k} in {v!r}" for k, v in weight_map.items() if not isinstance(v, str)]
     if odd:
-        raise CheckpointError(f"{index} places {odd[0]}, expected a file's name")
+        raise UserError(f"{index} places {odd[0]}, expected a file's name")
     names = sorted(set(weight_map.values()))
     missing = [n for n in names if Path(n).name != n or not (index.parent / n).is_file()]
     if missing:
-        raise CheckpointError(
+        raise UserError(
             f"{index.parent}: {len(missing)} of {len(names)} weight files are missing: "
             f"{', '.join(missing[:5])}; fetch the model again"
         )
@@ -81,11 +81,11 @@ def _sharded(index: Path, extents: Callable[[Path], dict[str, Extent]]) -> dict[
         for tensor, extent in shard.items():
             if weight_map.get(tensor) != name:
                 place = weight_map.get(tensor, "no file")
-                raise CheckpointError(f"{index} places {tensor} in {place}, but {name} holds it")
+                raise UserError(f"{index} places {tensor} in {place}, but {name} holds it")
             found[tensor] = extent
     lost = sorted(set(weight_map) - set(found))
     if lost:
-        raise CheckpointError(
+        raise UserError(
             f"{index} places {lost[0]} in {weight_map[lost[0]]}, which does not hold it"
             + (f" (and {len(lost) - 1} more)" if len(lost) > 1 else "")
         )

@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.hugging_face_config import scaling_of
 from megatron_anchor.checkpoint.model import PADDED_VOCABULARY_MULTIPLE, Model
+from megatron_anchor.errors import UserError
 from megatron_anchor.shell_words import is_value, passes_unquoted, quoted
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def flag_lines(values: Mapping[str, Any], *, for_shell: bool = False) -> list[st
         for_shell: quote for a shell script; otherwise the lines pass an unquoted ``$(cat file)``.
 
     Raises:
-        CheckpointError: for a value that the shell or the parser would take for more than one.
+        UserError: for a value that the shell or the parser would take for more than one.
     """
     lines = []
     for name, flag in FLAGS.items():
@@ -178,7 +178,7 @@ def _word(name: str, value: Any, for_shell: bool) -> str:
     whole = for_shell or passes_unquoted(text)
     if number != (name not in TEXTS) or not whole or not is_value(text):
         expected = "one plain word" if name in TEXTS else "a number"
-        raise CheckpointError(
+        raise UserError(
             f"{FLAGS[name]} {text!r}: expected {expected}; the shell, or Megatron's parser, would "
             "read more than one value from it"
         )
@@ -227,7 +227,7 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
         padded_vocabulary: rows of the stored embedding.
 
     Raises:
-        CheckpointError: for two scalings of RoPE at once.
+        UserError: for two scalings of RoPE at once.
     """
     given = vars(args)
     heads = args.num_attention_heads
@@ -294,5 +294,5 @@ def _rope(given: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
             Namespace(**{"rope_scaling_factor": 8.0, **dict.fromkeys(flags), **given})
         )
     except ValueError as error:
-        raise CheckpointError(f"the run's arguments: {error}") from error
+        raise UserError(f"the run's arguments: {error}") from error
     return float(given.get("rotary_base", 10000)), scaling_of(form)

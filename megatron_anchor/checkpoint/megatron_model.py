@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megatron_anchor import compat
 from megatron_anchor.checkpoint.argument_check import is_ours
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import LOCAL
 from megatron_anchor.checkpoint.model_arguments import EXECUTION, INFERENCE, LAYOUT, PRECISION
+from megatron_anchor.errors import UserError
 
 NEVER_OPENED = ("spec", "yaml_cfg", "heterogeneous_layers_config_path")
 """Arguments that would have Megatron import or read what they name."""
@@ -63,7 +63,7 @@ def gpt_model(
         vp_stage: virtual pipeline stage.
 
     Raises:
-        CheckpointError: if Megatron does not build a model from these arguments.
+        UserError: if Megatron does not build a model from these arguments.
     """
     args = _runnable(stored, rows=rows, dtype=dtype, target=target)
     try:
@@ -72,7 +72,7 @@ def gpt_model(
             _take_our_layers(config, args)
         return compat.build_gpt_model(config, vp_stage=vp_stage)
     except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
-        raise CheckpointError(
+        raise UserError(
             f"Megatron builds no model from the run's arguments: {type(error).__name__}: {error}"
         ) from error
 
@@ -176,7 +176,7 @@ def logits(
         [S, V] float32, V = ``rows``.
 
     Raises:
-        CheckpointError: see `gpt_model`.
+        UserError: see `gpt_model`.
     """
     import torch.distributed as dist
     from megatron.core import mpu

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.errors import UserError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 CONFIGS = ("config.json", "generation_config.json")
@@ -37,7 +37,7 @@ def check_links(folder: str | Path) -> None:
     ``models--X/blobs``.
 
     Raises:
-        CheckpointError: naming a link and where it leads.
+        UserError: naming a link and where it leads.
     """
     folder = Path(folder)
     home = folder.resolve()
@@ -47,7 +47,7 @@ def check_links(folder: str | Path) -> None:
     for path in _files(folder):
         target = path.resolve()
         if not any(target.is_relative_to(place) for place in allowed):
-            raise CheckpointError(
+            raise UserError(
                 f"{path} leads to {target}, outside of the model's folder; put the file itself "
                 "there if it belongs to the model"
             )
@@ -67,16 +67,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} where there is no such file.
 
     Raises:
-        CheckpointError: for anything else.
+        UserError: for anything else.
     """
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
+        raise UserError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_anchor.checkpoint.archives import check_pickle, unpickling_error
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.model_folder import check_links, own_code, read_json
+from megatron_anchor.errors import UserError
 
 
 def load_config(folder: str | Path) -> Any:
     """Load a config as ``AutoConfig`` does.
 
     Raises:
-        CheckpointError: if transformers does not take it.
+        UserError: if transformers does not take it.
     """
     from transformers import AutoConfig
 
@@ -31,7 +31,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     """Load a tokenizer as ``AutoTokenizer`` does.
 
     Raises:
-        CheckpointError: if transformers does not take it.
+        UserError: if transformers does not take it.
     """
     from transformers import AutoTokenizer
 
@@ -46,7 +46,7 @@ def load_causal_model(folder: str | Path, **options: Any) -> Any:
         options: dtype, attn_implementation.
 
     Raises:
-        CheckpointError: if its weights are damaged or hold code, or transformers does not take it.
+        UserError: if its weights are damaged or hold code, or transformers does not take it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -60,7 +60,7 @@ def check_weights(folder: str | Path) -> None:
     """Check that the weights that transformers would read hold no code.
 
     Raises:
-        CheckpointError: naming the file; or for links that lead outside of the folder.
+        UserError: naming the file; or for links that lead outside of the folder.
     """
     folder = Path(folder)
     check_links(folder)
@@ -79,7 +79,7 @@ def random_causal_model(folder: str | Path, **options: Any) -> Any:
     """Build the model of a config with random weights, in evaluation mode.
 
     Raises:
-        CheckpointError: if transformers does not take the config.
+        UserError: if transformers does not take the config.
     """
     from transformers import AutoModelForCausalLM
 
@@ -94,7 +94,7 @@ def _load(kind: Any, folder: str | Path, what: str, **options: Any) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False, **options
         )
     except Exception as error:  # of any kind, from whatever reads the files
-        raise CheckpointError(f"{folder} does not load as {what}: {_why(error, folder)}") from error
+        raise UserError(f"{folder} does not load as {what}: {_why(error, folder)}") from error
 
 
 def _why(error: Exception, folder: str | Path) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.checkpoint.archives import Extent
-from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.errors import UserError
 
 BLOCK_BYTES = 512 * 1024  # fits a core's cache: as fast as the disk's own copy
 
@@ -52,7 +52,7 @@ class Files:
         """Fill ``out`` with the bytes from ``offset`` on.
 
         Raises:
-            CheckpointError: if the file ends before, or cannot be read.
+            UserError: if the file ends before, or cannot be read.
         """
         while out:
             try:
@@ -60,9 +60,9 @@ class Files:
                     self._open[path] = os.open(path, os.O_RDONLY)
                 count = os.preadv(self._open[path], [out], offset)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+                raise UserError(f"{path} cannot be read: {error.strerror}") from error
             if not count:
-                raise CheckpointError(f"{path} ends at byte {offset}: truncated; fetch it again")
+                raise UserError(f"{path} ends at byte {offset}: truncated; fetch it again")
             out, offset = out[count:], offset + count
 
 

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from megatron_anchor.checkpoint import tokenizer_files
 from megatron_anchor.checkpoint.argument_check import check_representable
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import (
     BIASED,
     LAYER,
@@ -36,12 +35,13 @@ from megatron_anchor.checkpoint.hugging_face_config import (
 from megatron_anchor.checkpoint.hugging_face_weights import SHARD_BYTES, TensorPlan, write_weights
 from megatron_anchor.checkpoint.megatron_args import model_from_args
 from megatron_anchor.checkpoint.model import Model
-from megatron_anchor.checkpoint.output import output_folder
 from megatron_anchor.checkpoint.row_maps import Zeros
 from megatron_anchor.checkpoint.rows import AverageRows, Blocks, CastRows, Files, Rows
 from megatron_anchor.checkpoint.to_megatron import SOURCE_FOLDER
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint, iteration_folder
 from megatron_anchor.checkpoint.transformers_model import check_transformers_model
+from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import atomic_folder
 
 EMBEDDING = "embedding.word_embeddings.weight"
 LIKE_MUST_AGREE = (
@@ -91,10 +91,10 @@ def convert_to_hugging_face(
         progress: show a bar.
 
     Raises:
-        CheckpointError: for a checkpoint that cannot be exported exactly, with the reason.
+        UserError: for a checkpoint that cannot be exported exactly, with the reason.
     """
     if average and iteration is not None:
-        raise CheckpointError("--iteration and --average exclude each other")
+        raise UserError("--iteration and --average exclude each other")
     wanted: list[int | None] = [*dict.fromkeys(average)] or [iteration]
     with Files() as files:
         checkpoints = [
@@ -116,7 +116,7 @@ def convert_to_hugging_face(
         new_config = config_for(model, dtype=weights_dtype, like=config)
         check_transformers_model(new_config, model)
         with (
-            output_folder(out) as temporary,
+            atomic_folder(out) as temporary,
             tqdm(
                 total=total,
                 unit="B",
@@ -168,11 +168,11 @@ def describe(
         The model as trained, the config to take the rest from and its folder, and notes.
 
     Raises:
-        CheckpointError: if ``like`` describes another model, or none of the families fits.
+        UserError: if ``like`` describes another model, or none of the families fits.
     """
     model, config, folder, notes = _described(checkpoint, args, like, flag)
     if homeless := [] if like else homeless_biases(model):
-        raise CheckpointError(
+        raise UserError(
             f"the run trained {', '.join(homeless)}, for which {model.family} has no place; "
             "--like HF_DIR exports it as another model, without those that are still zero"
         )
@@ -184,7 +184,7 @@ def _described(
 ) -> tuple[Model, dict[str, Any] | None, Path | None, list[str]]:
     tensors = checkpoint.tensors()
     if EMBEDDING not in tensors:
-        raise CheckpointError(
+        raise UserError(
             f"{checkpoint.folder} has no {EMBEDDING}; it holds {', '.join(list(tensors)[:3])} ..."
         )
     padded = tensors[EMBEDDING][0][0]
@@ -199,7 +199,7 @@ def _described(
     try:
         config = read_config(folder)
         theirs = model_of(config, drop_sliding_window=True)
-    except CheckpointError as error:
+    except UserError as error:
         if like is not None:
             raise
         model = model_from_args(args, family=None, padded_vocabulary=padded)
@@ -219,11 +219,11 @@ def _described(
         )
         return model, None, folder, notes
     if different:
-        raise CheckpointError(
+        raise UserError(
             f"{flag} {folder} describes another model than the checkpoint's: {', '.join(different)}"
         )
     if theirs.vocabulary > padded:
-        raise CheckpointError(
+        raise UserError(
             f"{flag} {folder}: vocab_size {theirs.vocabulary}, but the trained embedding has only "
             f"{padded} rows"
         )
@@ -257,7 +257,7 @@ def check_same_settings(
     """Check that two checkpoints can have a mean.
 
     Raises:
-        CheckpointError: naming the settings in which they differ.
+        UserError: naming the settings in which they differ.
     """
     different = [
         f"{field.name} {getattr(model, field.name)} and {getattr(others, field.name)}"
@@ -265,7 +265,7 @@ def check_same_settings(
         if field.compare and getattr(model, field.name) != getattr(others, field.name)
     ]
     if different:
-        raise CheckpointError(
+        raise UserError(
             f"--average: {first.folder.name} and {other.folder.name} were trained with different "
             f"settings: {', '.join(different)}"
         )
@@ -275,7 +275,7 @@ def check_names(checkpoint: TorchDistCheckpoint, model: Model) -> None:
     """Check that tensors and rules fit each other one to one, before anything is written.
 
     Raises:
-        CheckpointError: naming the tensors that have no rule, are missing or have another shape.
+        UserError: naming the tensors that have no rule, are missing or have another shape.
     """
     tensors = checkpoint.tensors()
     known: set[str] = set()
@@ -287,20 +287,20 @@ def check_names(checkpoint: TorchDistCheckpoint, model: Model) -> None:
             known.add(key)
             found = tensors[key][0]
             if found != shape:
-                raise CheckpointError(
+                raise UserError(
                     f"{checkpoint.folder}: {key} has shape {list(found)}, the run's arguments make "
                     f"it {list(shape)}"
                 )
             continue
         singles = _single_keys(rule, tensors, model)
         if singles is None:
-            raise CheckpointError(
+            raise UserError(
                 f"{checkpoint.folder} lacks {' or '.join(rule.keys)}, which {model.family} needs"
             )
         known.update(singles)
     unknown = sorted(set(tensors) - known)
     if unknown:
-        raise CheckpointError(
+        raise UserError(
             f"{model.family} has no rule for {', '.join(unknown[:3])}"
             + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
             + "; exporting without it would not be exact"
@@ -338,7 +338,7 @@ class Stored:
             for name in sorted(tensors.keys() | self._tensors[0].keys()):
                 here, there = self._tensors[0].get(name), tensors.get(name)
                 if here != there:
-                    raise CheckpointError(
+                    raise UserError(
                         f"--average: {name} is {here} in {checkpoints[0].folder.name}, {there} in "
                         f"{checkpoint.folder.name}"
                     )
@@ -387,7 +387,7 @@ class Stored:
             remedy: for the message.
 
         Raises:
-            CheckpointError: naming a trained tensor that would be lost.
+            UserError: naming a trained tensor that would be lost.
         """
         for rule in rules_for(self.model):
             if not isinstance(rule.layout, Zeros):
@@ -396,7 +396,7 @@ class Stored:
                 rows = self._rows(rule, indices)
                 for block in self._blocks.of(rows, 0, rows.shape[0]):
                     if block.any():
-                        raise CheckpointError(
+                        raise UserError(
                             f"{rule.keys[0]} {list(indices.values())} was trained, but "
                             f"{self.model.family} as described has no such bias; {remedy}, or set "
                             "attention_bias and mlp_bias to true in its config.json"

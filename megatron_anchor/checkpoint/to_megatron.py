@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from megatron_anchor.checkpoint import families, megatron_args, tokenizer_files
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.extension import extended
 from megatron_anchor.checkpoint.families import (
     ENGINE,
@@ -33,11 +32,12 @@ from megatron_anchor.checkpoint.hugging_face_config import (
 )
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
-from megatron_anchor.checkpoint.output import output_folder
 from megatron_anchor.checkpoint.rows import BLOCK_BYTES, Blocks, CastRows, Files, Rows, row_bytes
 from megatron_anchor.checkpoint.torch_dist_writer import TorchDistWriter
 from megatron_anchor.checkpoint.transformers_model import check_transformers_model
 from megatron_anchor.compat import TRACKER
+from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import atomic_folder
 
 SOURCE_FOLDER = "hugging_face"
 ARGS_FILE = "megatron_args.txt"
@@ -83,7 +83,7 @@ def convert_to_megatron(
         progress: show a bar.
 
     Raises:
-        CheckpointError: for a model that cannot be converted exactly, with the reason.
+        UserError: for a model that cannot be converted exactly, with the reason.
     """
     assert target in TARGETS, target
     source, out = Path(source), Path(out).absolute()
@@ -111,7 +111,7 @@ def convert_to_megatron(
         )
         total = sum(row_bytes(w) * w.shape[0] for k, w in weights.items() if k not in not_carried)
         with (
-            output_folder(out) as folder,
+            atomic_folder(out) as folder,
             tqdm(
                 total=total, unit="B", unit_scale=True, disable=not progress, desc="to Megatron"
             ) as bar,
@@ -135,7 +135,7 @@ def check_tensors(weights: Mapping[str, Rows], model: Model) -> dict[str, str]:
         Tensors that are not carried over, and why nothing is lost.
 
     Raises:
-        CheckpointError: naming the tensors that have no rule, are missing or have another shape.
+        UserError: naming the tensors that have no rule, are missing or have another shape.
     """
     expected: dict[str, tuple[int, ...]] = {}
     for rule in rules_for(model):
@@ -146,32 +146,32 @@ def check_tensors(weights: Mapping[str, Rows], model: Model) -> dict[str, str]:
             dtypes |= {weights[name].dtype: name for name in names if name in weights}
         if len(dtypes) > 1:
             mixed = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
-            raise CheckpointError(f"{mixed}: Megatron keeps all layers in one; set --dtype")
+            raise UserError(f"{mixed}: Megatron keeps all layers in one; set --dtype")
     not_carried = {
         name: reason for name in weights if (reason := families.recomputed(name)) is not None
     }
     if model.tied and {"lm_head.weight", "model.embed_tokens.weight"} <= set(weights):
         if not same_rows(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
-            raise CheckpointError(
+            raise UserError(
                 "lm_head.weight differs from model.embed_tokens.weight although config.json says "
                 "tie_word_embeddings: set it to false there if the output layer is its own"
             )
         not_carried["lm_head.weight"] = "tied: equal to model.embed_tokens.weight"
     unknown = sorted(set(weights) - set(expected) - set(not_carried))
     if unknown:
-        raise CheckpointError(
+        raise UserError(
             f"{model.family} has no rule for {_some(unknown)}; converting without it would not be "
             "exact. Is the architecture in config.json right?"
         )
     missing = sorted(set(expected) - set(weights))
     if missing:
-        raise CheckpointError(f"the weights lack {_some(missing)}, which {model.family} needs")
+        raise UserError(f"the weights lack {_some(missing)}, which {model.family} needs")
     for name, shape in expected.items():
         if weights[name].shape != shape:
             hint = ""
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 hint = f"; vocab_size in config.json is {model.vocabulary}"
-            raise CheckpointError(
+            raise UserError(
                 f"{name} has shape {list(weights[name].shape)}, config.json makes it {list(shape)}"
                 f"{hint}"
             )
@@ -274,7 +274,7 @@ def _copy_source(source: Path, target: Path) -> None:
 def _check_tokenizer(source: Path, model: Model) -> None:
     size = tokenizer_files.vocabulary_size(source)
     if size is not None and size > model.vocabulary:
-        raise CheckpointError(
+        raise UserError(
             f"{source}: the tokenizer has {size} tokens, the embedding {model.vocabulary} rows "
             "(vocab_size in config.json): resize the model's embedding with "
             f"model.resize_token_embeddings({size}) and save it again"
@@ -284,7 +284,7 @@ def _check_tokenizer(source: Path, model: Model) -> None:
 def _check_path(out: Path) -> None:
     """The shell splits what ``$(cat megatron_args.txt)`` gives at spaces, quotes or not."""
     if re.search(r"[\s*?\[\]]", str(out)):
-        raise CheckpointError(
+        raise UserError(
             f"--out {str(out)!r}: {ARGS_FILE} names this folder, and $(cat {ARGS_FILE}) cannot "
             "pass a path with spaces or wildcards; choose another name, or a link without them"
         )

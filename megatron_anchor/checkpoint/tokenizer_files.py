@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.model_folder import (
     FOLDERS,
     TOKENIZERS,
     check_links,
     read_json,
 )
+from megatron_anchor.errors import UserError
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -36,7 +36,7 @@ def copy_tokenizer(source: str | Path, target: Path, *, positions: int | None = 
         Names of the files and folders copied.
 
     Raises:
-        CheckpointError: for links that lead outside of the folder.
+        UserError: for links that lead outside of the folder.
     """
     check_links(source)
     names = [name for name in TOKENIZERS if (Path(source) / name).is_file()]
@@ -106,4 +106,4 @@ def _vocabulary(folder: Path) -> dict[str, int]:
     try:
         return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{path} is no tokenizer: {error}") from error
+        raise UserError(f"{path} is no tokenizer: {error}") from error

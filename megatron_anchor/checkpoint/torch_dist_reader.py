@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.checkpoint.archives import Extent, archive_extent, load_fake
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.rows import FileRows, Files, Piece
 from megatron_anchor.checkpoint.unpickling import load_metadata, load_object
 from megatron_anchor.compat import TRACKER
+from megatron_anchor.errors import UserError
 
 NOT_THE_MODEL = re.compile(
     r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|common_state|opt_param_scheduler"
@@ -37,12 +37,12 @@ def iteration_folder(root: str | Path, *, iteration: int | None = None) -> Path:
         iteration: which; None: the latest.
 
     Raises:
-        CheckpointError: if there is no such checkpoint.
+        UserError: if there is no such checkpoint.
     """
     root = Path(root)
     if (root / "metadata.json").is_file():
         if iteration is not None and root.name != f"iter_{iteration:07d}":
-            raise CheckpointError(
+            raise UserError(
                 f"{root} is the folder of one iteration, and not of {iteration}; give the folder "
                 "above it"
             )
@@ -51,18 +51,18 @@ def iteration_folder(root: str | Path, *, iteration: int | None = None) -> Path:
         folder = root / f"iter_{iteration:07d}"
         if not folder.is_dir():
             found = sorted(p.name.removeprefix("iter_").lstrip("0") for p in root.glob("iter_*"))
-            raise CheckpointError(
+            raise UserError(
                 f"{root} has no iteration {iteration}; it has {', '.join(found) or 'none'}"
             )
         return folder
     tracker = root / TRACKER
     if not tracker.is_file():
-        raise CheckpointError(
+        raise UserError(
             f"{root} holds no Megatron checkpoint: neither {TRACKER} nor metadata.json is there"
         )
     word = tracker.read_text(errors="replace").strip()
     if word != "release" and not word.isdecimal():
-        raise CheckpointError(f"{tracker} says {word!r}, expected 'release' or an iteration")
+        raise UserError(f"{tracker} says {word!r}, expected 'release' or an iteration")
     return root / ("release" if word == "release" else f"iter_{int(word):07d}")
 
 
@@ -73,7 +73,7 @@ class TorchDistCheckpoint:
         self.folder = Path(folder)
         self._files = files
         if not (self.folder / "metadata.json").is_file():
-            raise CheckpointError(
+            raise UserError(
                 f"{self.folder} is no torch_dist checkpoint: metadata.json is missing (was the "
                 "save interrupted, or --ckpt-format another one?)"
             )
@@ -97,35 +97,35 @@ class TorchDistCheckpoint:
         """Give what Megatron stored besides tensors: arguments, iteration, ...
 
         Raises:
-            CheckpointError: if there is none, or it holds more than plain values.
+            UserError: if there is none, or it holds more than plain values.
         """
         legacy = self.folder / "common.pt"
         if legacy.is_file():
             state = load_object(legacy.read_bytes(), place=str(legacy))
             if not isinstance(state, dict):
-                raise CheckpointError(f"{legacy} holds a {type(state).__name__}, expected a dict")
+                raise UserError(f"{legacy} holds a {type(state).__name__}, expected a dict")
             return state
         info = self._places.get(("common_state/shard_0_1", None))
         if info is None:
-            raise CheckpointError(f"{self.folder} holds no arguments (common_state)")
+            raise UserError(f"{self.folder} holds no arguments (common_state)")
         path = self._path(info)
         with open(path, "rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
         state = load_object(data, place=f"{path} (common_state)")
         if not isinstance(state, list) or not state or not isinstance(state[0], dict):
-            raise CheckpointError(f"{path}: common_state is not a dict in a list")
+            raise UserError(f"{path}: common_state is not a dict in a list")
         return state[0]
 
     def args(self) -> Namespace:
         """Give the arguments of the run that wrote the checkpoint.
 
         Raises:
-            CheckpointError: if they are missing.
+            UserError: if they are missing.
         """
         args = self.common_state().get("args")
         if not isinstance(args, Namespace):
-            raise CheckpointError(
+            raise UserError(
                 f"{self.folder}: the run's arguments are missing (args is a {type(args).__name__})"
             )
         return args
@@ -138,7 +138,7 @@ class TorchDistCheckpoint:
             indices: along the axes in front of the rows.
 
         Raises:
-            CheckpointError: if the chunks do not cover it, or a file is missing.
+            UserError: if the chunks do not cover it, or a file is missing.
         """
         entry, axes = self._entries[key], len(indices)
         shape, dtype = tuple(entry.size)[axes:], entry.properties.dtype
@@ -157,7 +157,7 @@ class TorchDistCheckpoint:
             pieces.append(Piece(Extent(extent.path, start, rest, dtype), offsets[axes], column))
         covered = sum(math.prod(piece.extent.shape) for piece in pieces)
         if covered != math.prod(shape):
-            raise CheckpointError(
+            raise UserError(
                 f"{self.folder}: {key} {list(indices)} of shape {list(shape)} has "
                 f"{math.prod(shape)} values, its chunks hold {covered}"
             )
@@ -178,7 +178,7 @@ class TorchDistCheckpoint:
 
         info = self._places.get((key, offsets))
         if info is None or info.transform_descriptors:
-            raise CheckpointError(
+            raise UserError(
                 f"{self.folder}: chunk {list(offsets)} of {key} is "
                 + ("missing" if info is None else f"compressed ({info.transform_descriptors})")
             )
@@ -191,7 +191,7 @@ class TorchDistCheckpoint:
             or tensor.numel() != math.prod(sizes)
             or tensor.dtype != dtype
         ):
-            raise CheckpointError(
+            raise UserError(
                 f"{path}: {key} at {list(offsets)} is not a {dtype} tensor of shape {list(sizes)}"
             )
         return archive_extent(tensor, path=path, base=info.offset, size=info.length, name=key)
@@ -199,9 +199,9 @@ class TorchDistCheckpoint:
     def _path(self, info: Any) -> Path:
         path = self.folder / info.relative_path
         if path.parent != self.folder or not path.is_file():
-            raise CheckpointError(f"{path} is missing: the checkpoint is incomplete; copy it again")
+            raise UserError(f"{path} is missing: the checkpoint is incomplete; copy it again")
         if path.stat().st_size < info.offset + info.length:
-            raise CheckpointError(
+            raise UserError(
                 f"{path} has {path.stat().st_size} bytes, {info.offset + info.length} are needed: "
                 "truncated; copy it again"
             )

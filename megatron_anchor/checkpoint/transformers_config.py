@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.hugging_face_keys import read_keys
+from megatron_anchor.errors import UserError
 
 SIZES = (
     "vocab_size",
@@ -64,7 +64,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
     """Check the kinds of the fields that are read.
 
     Raises:
-        CheckpointError: naming the field and its value.
+        UserError: naming the field and its value.
     """
     for name in SIZES:
         _check(name, config.get(name), int)
@@ -88,7 +88,7 @@ def _check(name: str, value: Any, kind: type, *, positive: bool = True) -> None:
         fits = fits and (value > 0 or not positive)
     if not fits:
         expected = "a number" if kind is float else kind.__name__
-        raise CheckpointError(
+        raise UserError(
             f"config.json: {name} is {value!r}, expected {expected}"
             + (" > 0" if number and positive else "")
         )
@@ -102,7 +102,7 @@ def transformers_config(config: Mapping[str, Any], model_type: str) -> Any:
         model_type: of the family.
 
     Raises:
-        CheckpointError: if the class refuses the values.
+        UserError: if the class refuses the values.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -115,4 +115,4 @@ def transformers_config(config: Mapping[str, Any], model_type: str) -> Any:
         return CONFIG_MAPPING[model_type](**given)
     except Exception as error:  # strict dataclasses have an Exception of their own
         said = " ".join(str(error).split())
-        raise CheckpointError(f"config.json: transformers refuses it: {said}") from error
+        raise UserError(f"config.json: transformers refuses it: {said}") from error

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import family_of, rules_for
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.transformers_config import transformers_config
+from megatron_anchor.errors import UserError
 
 
 def check_transformers_model(config: Mapping[str, Any], model: Model) -> None:
@@ -26,13 +26,13 @@ def check_transformers_model(config: Mapping[str, Any], model: Model) -> None:
         model: what we read in it.
 
     Raises:
-        CheckpointError: if it builds none, or another one.
+        UserError: if it builds none, or another one.
     """
     theirs = transformers_config(config, family_of(model.family).model_type)
     built = _build(theirs)
     numbers = sum(parameter.numel() for parameter in built.parameters())
     if numbers != (expected := number_of_weights(model)):
-        raise CheckpointError(
+        raise UserError(
             f"config.json: transformers' model has {numbers} weights, this package's reading of it "
             f"{expected}; it would be another model"
         )
@@ -60,7 +60,7 @@ def _build(theirs: Any) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(theirs, trust_remote_code=False)
     except Exception as error:  # of any kind, from whatever reads the fields
-        raise CheckpointError(
+        raise UserError(
             f"config.json: transformers builds no model from it: {type(error).__name__}: {error}"
         ) from error
     finally:
@@ -79,7 +79,7 @@ def _check_rotation(theirs: Any, model: Model) -> None:
     theirs_F = theirs.inv_freq.float()
     if theirs.attention_scaling == factor and torch.equal(theirs_F, ours_F.float()):
         return
-    raise CheckpointError(
+    raise UserError(
         f"config.json: transformers rotates by inverse frequencies {_ends(theirs_F)}, scaled by "
         f"{theirs.attention_scaling:g}; this package reads RoPE base {model.rotary_base:g} and "
         f"scaling {dict(model.scaling)} in it, which gives {_ends(ours_F)}, scaled by {factor:g}"

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_anchor.checkpoint.archives import unpickling_error
-from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor.errors import UserError
 
 CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -60,27 +60,27 @@ def load_metadata(path: Path) -> Any:
     """Read the ``.metadata`` of a ``torch_dist`` checkpoint.
 
     Raises:
-        CheckpointError: if it is missing or damaged, or asks for anything but torch's own metadata
+        UserError: if it is missing or damaged, or asks for anything but torch's own metadata
             classes, which is then never executed.
     """
     try:
         with open(path, "rb") as file:
             metadata = _MetadataUnpickler(file).load()
     except FileNotFoundError as error:
-        raise CheckpointError(
+        raise UserError(
             f"{path} does not exist; expected a torch_dist checkpoint (--ckpt-format torch_dist)"
         ) from error
     except _RefusedError as error:
-        raise CheckpointError(
+        raise UserError(
             f"{path}: refused to unpickle: {error}. Megatron itself would execute this file; do "
             "not load the checkpoint unless you trust its source"
         ) from error
     except OSError:
         raise
     except Exception as error:  # damaged pickles raise anything
-        raise CheckpointError(f"{path} is damaged: {error!r}; copy it again") from error
+        raise UserError(f"{path} is damaged: {error!r}; copy it again") from error
     if not isinstance(metadata, Metadata) or not metadata.storage_data:
-        raise CheckpointError(
+        raise UserError(
             f"{path} is no metadata of a torch_dist checkpoint but {type(metadata).__name__}"
         )
     return metadata
@@ -92,7 +92,7 @@ def load_object(data: bytes, *, place: str) -> Any:
     Importing megatron.core tells torch's weights-only unpickler about Megatron's plain classes.
 
     Raises:
-        CheckpointError: if it asks for anything else, which is then never executed.
+        UserError: if it asks for anything else, which is then never executed.
     """
     import megatron.core  # noqa: F401
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.checkpoint.argument_check import unrepresentable
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import rules_for
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
@@ -35,6 +34,7 @@ from megatron_anchor.checkpoint.to_hugging_face import (
 )
 from megatron_anchor.checkpoint.to_megatron import check_tensors
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint, iteration_folder
+from megatron_anchor.errors import UserError
 
 FLOOR_FACTOR = 10.0
 """Logits may differ by so many times the floor ..."""
@@ -92,7 +92,7 @@ def compare_tensors(checkpoint: TorchDistCheckpoint, folder: Path, files: Files)
         files: reads both.
 
     Raises:
-        CheckpointError: if they are not the same kind of model.
+        UserError: if they are not the same kind of model.
     """
     model, *_ = describe(checkpoint, checkpoint.args(), folder, flag="--hf")
     check_names(checkpoint, model)
@@ -243,7 +243,7 @@ def text_tokens(text: str, folder: Path, *, limit: int) -> Tensor:
         limit: tokens at most.
 
     Raises:
-        CheckpointError: for a text without tokens.
+        UserError: for a text without tokens.
     """
     from megatron_anchor.checkpoint.tokenizer_files import has_tokenizer
 
@@ -253,5 +253,5 @@ def text_tokens(text: str, folder: Path, *, limit: int) -> Tensor:
         return torch.randint(model.vocabulary, (min(limit, 256),), generator=generator)
     ids = load_tokenizer(folder)(text)["input_ids"][:limit]
     if not ids:
-        raise CheckpointError("the text has no tokens; give another --text or --text-file")
+        raise UserError("the text has no tokens; give another --text or --text-file")
     return torch.tensor(ids)

@@ -1,13 +1,12 @@
 """Corpora: from texts to Megatron's `.bin/.idx`, never losing a row."""
 
-from megatron_anchor.corpus.errors import CorpusError, Rejection, RowError, WorkerError
 from megatron_anchor.corpus.indexed import IndexedCorpus, token_dtype
 from megatron_anchor.corpus.manifest import KeyManifest, read_domains, read_manifest
 from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
+from megatron_anchor.corpus.rejections import Rejection, RowError
 from megatron_anchor.corpus.tokenizers import TokenizerConfig, load_tokenizer
 
 __all__ = [
-    "CorpusError",
     "IndexedCorpus",
     "KeyManifest",
     "PreprocessConfig",
@@ -15,7 +14,6 @@ __all__ = [
     "RowError",
     "Summary",
     "TokenizerConfig",
-    "WorkerError",
     "load_tokenizer",
     "preprocess",
     "read_domains",

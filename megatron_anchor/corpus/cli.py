@@ -1,18 +1,11 @@
-"""What all corpus commands share: tokenizer flags, errors without tracebacks, exit codes."""
+"""The tokenizer flags of the commands that have them."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers.choose import ENGINES, TOKENIZER_TYPES, TokenizerConfig
 from megatron_anchor.corpus.tokenizers.tiktoken_ranks import PATTERNS
-from megatron_anchor.terminal import say
 
 
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,39 +58,3 @@ def tokenizer_config(args: argparse.Namespace) -> TokenizerConfig:
     values = {name: getattr(args, name) for name in names}
     values["tokenizer_special_tokens"] = tuple(values["tokenizer_special_tokens"])
     return TokenizerConfig(**values)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, as a batch system sends it: ends a command like Ctrl-C."""
-
-
-def run(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
-    """Run a command: errors become a message and exit code 1, Ctrl-C 130, and SIGTERM 143."""
-    try:
-        with _terminating():
-            return command(argv)
-    except (CorpusError, OSError) as error:
-        if not isinstance(error, BrokenPipeError):
-            say(f"error: {error}", file=sys.stderr)
-        return 1
-    except _Terminated:
-        say("ended by SIGTERM", file=sys.stderr)
-        return 143
-    except KeyboardInterrupt:
-        say("interrupted", file=sys.stderr)
-        return 130
-
-
-@contextlib.contextmanager
-def _terminating() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise _Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can take signals
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

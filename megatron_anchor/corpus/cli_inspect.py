@@ -10,12 +10,12 @@ from pathlib import Path
 
 from megatron_anchor.command_line import make_parser
 from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.inspection import PERCENTILES, Report, inspect_corpus
 from megatron_anchor.corpus.manifest import KeyManifest, read_manifest
 from megatron_anchor.corpus.pictures import draw_lengths
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
+from megatron_anchor.errors import UserError
 from megatron_anchor.shell_words import quoted
 from megatron_anchor.terminal import escaped, say, say_block, say_json
 
@@ -105,7 +105,7 @@ def _show_document(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer |
     ids = IndexedCorpus.open(prefix).document(args.document)
     if tokenizer is None:
         manifest = read_manifest(prefix)
-        raise CorpusError(f"--document needs the tokenizer: give {_flags_of(manifest)}")
+        raise UserError(f"--document needs the tokenizer: give {_flags_of(manifest)}")
     shown = ids[: args.max_tokens]
     text = tokenizer.native_engine.decode(shown.tolist())
     if args.json:

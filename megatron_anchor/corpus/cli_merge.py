@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from megatron_anchor.command_line import make_parser
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.merge import merge_corpora
+from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import say, say_json
 
 _EXAMPLE = """\
@@ -57,7 +57,7 @@ def expand(inputs: Sequence[str]) -> list[str]:
             path.removesuffix(".idx") for path in glob.glob(f"{text.removesuffix('.idx')}.idx")
         ]
         if not found:
-            raise CorpusError(f"--input {text}: no .idx file matches {text}.idx")
+            raise UserError(f"--input {text}: no .idx file matches {text}.idx")
         prefixes += sorted(found, key=_numbers_as_numbers)
     return prefixes
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_anchor.command_line import make_parser
 from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.preprocess import NO_ENGINE, PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.sources import FORMATS
+from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import say, say_json
 
 _EXAMPLE = """\
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(_with_shard_joined(sys.argv[1:] if argv is None else argv))
     config = config_from(args)
     if args.shards and args.executor != "ray":
-        raise CorpusError("--shards is for --executor ray; --shard I/N does one part here")
+        raise UserError("--shards is for --executor ray; --shard I/N does one part here")
     kept = Path(f"{config.output_prefix}.{'shards' if args.executor == 'ray' else 'partial'}")
     try:
         summary = _execute(args, config)

@@ -10,17 +10,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_anchor.corpus.errors import CorpusError, RowError
 from megatron_anchor.corpus.locks import locked
 from megatron_anchor.corpus.manifest import KeyManifest, domains_path, manifest_path
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
+from megatron_anchor.corpus.rejections import RowError
+from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import atomic_write
 
 
 def shard_configs(config: PreprocessConfig, shards: int) -> list[PreprocessConfig]:
     """One config a shard; outputs lie in `OUTPUT_PREFIX.shards/`."""
     if config.shard is not None:
-        raise CorpusError("--shard names one part; --executor ray makes all parts by itself")
+        raise UserError("--shard names one part; --executor ray makes all parts by itself")
     folder = Path(f"{config.output_prefix}.shards")
     return [
         replace(
@@ -43,7 +45,7 @@ def preprocess_on_ray(config: PreprocessConfig, *, shards: int = 0) -> Summary:
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise CorpusError("--executor ray needs `pip install ray`") from error
+        raise UserError("--executor ray needs `pip install ray`") from error
     with locked(Path(f"{config.output_prefix}.shards.lock"), output=config.output_prefix):
         _check_outputs(config)
         return _run_all(config, shards=shards)
@@ -92,26 +94,26 @@ def _start_ray() -> None:
     try:
         ray.init(address=address, log_to_driver=False, include_dashboard=None if address else False)
     except Exception as error:  # Ray raises bare Exceptions here
-        raise CorpusError(f"Ray could not be started (RAY_ADDRESS={address}): {error}") from error
+        raise UserError(f"Ray could not be started (RAY_ADDRESS={address}): {error}") from error
 
 
 def _run_shard(config: PreprocessConfig) -> Summary:
     return preprocess(config)
 
 
-def _readable(error: Exception, shard: PreprocessConfig, *, folder: Path) -> CorpusError:
+def _readable(error: Exception, shard: PreprocessConfig, *, folder: Path) -> UserError:
     """The shard's own message without Ray's traceback, and what is left to go on from."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, RowError):
         cause = RowError(cause.rejection)  # the shard's own folder is no place to go on from
-    if isinstance(cause, CorpusError):
+    if isinstance(cause, UserError):
         why = f"shard {shard.shard}: {cause}"
     else:
         last = (str(error).strip() or type(error).__name__).splitlines()[-1]
         why = f"shard {shard.shard} failed on Ray ({last})"
     if not folder.is_dir() or not any(folder.iterdir()):
-        return CorpusError(why)
-    return CorpusError(
+        return UserError(why)
+    return UserError(
         f"{why}. What was finished is kept in {folder}: add --resume to go on from there, or "
         "--overwrite to begin anew"
     )
@@ -124,7 +126,7 @@ def _check_outputs(config: PreprocessConfig) -> None:
     for key in config.json_keys:
         path = Path(f"{config.output_prefix}_{key}_{level}.idx")
         if path.exists():
-            raise CorpusError(f"{path} exists; choose another --output-prefix or --overwrite")
+            raise UserError(f"{path} exists; choose another --output-prefix or --overwrite")
 
 
 def _merge(
@@ -135,7 +137,7 @@ def _merge(
     for number, key in enumerate(config.json_keys):
         parts = [summary.prefixes[number] for summary in summaries]
         if not sum(summary.tokens[number] for summary in summaries):
-            raise CorpusError(f"no document was written for {key!r} in any shard")
+            raise UserError(f"no document was written for {key!r} in any shard")
         merged = merge_corpora(
             parts,
             f"{config.output_prefix}_{key}_{level}",
@@ -172,9 +174,9 @@ def _gather_rejected(config: PreprocessConfig, configs: Sequence[PreprocessConfi
     if not found:
         return None
     final = Path(f"{config.output_prefix}.rejected.jsonl")
-    temporary = final.with_name(final.name + ".new")
-    temporary.write_bytes(b"".join(part.read_bytes() for part in found))
-    os.replace(temporary, final)
+    with atomic_write(final) as stream:
+        for part in found:
+            stream.write(part.read_bytes())
     return str(final)
 
 

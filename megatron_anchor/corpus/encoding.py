@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import Rejection
 from megatron_anchor.corpus.readers import Chunk
+from megatron_anchor.corpus.rejections import Rejection
 from megatron_anchor.corpus.rows import Document, RowOptions, parse_chunk
 from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter
 from megatron_anchor.corpus.tokenizers import EngineRecipe

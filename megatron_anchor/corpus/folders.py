@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.file_kinds import (
     HIDDEN,
     OUTPUT,
@@ -19,6 +18,7 @@ from megatron_anchor.corpus.file_kinds import (
     format_of,
     never_documents,
 )
+from megatron_anchor.errors import UserError
 
 UNKNOWN = "no kind of file that is read"
 OTHER_SPLIT = "another split than --hf-split"
@@ -76,7 +76,7 @@ def _listed(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError as error:
-        raise CorpusError(f"--input {folder} cannot be read: {error.strerror}") from error
+        raise UserError(f"--input {folder} cannot be read: {error.strerror}") from error
 
 
 def _why_passed_over(path: Path) -> str | None:
@@ -116,7 +116,7 @@ def _parts_of(folder: Path) -> set[str]:
         state = json.loads((folder / "state.json").read_text())
         return {entry["filename"] for entry in state["_data_files"]}
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise CorpusError(
+        raise UserError(
             f"--input {folder} is no readable saved dataset ({type(error).__name__}: {error}); "
             "save it again"
         ) from error

@@ -6,7 +6,7 @@ import functools
 import re
 from pathlib import Path
 
-from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.errors import UserError
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _FILES = (".json", ".model", ".tiktoken", ".txt", ".bpe")
@@ -16,11 +16,11 @@ def require_name(name: str, *, flag: str) -> None:
     """Refuse what is no file or folder here and cannot be a name on the hub.
 
     Raises:
-        CorpusError: it looks like a path.
+        UserError: it looks like a path.
     """
     is_path = name.startswith((".", "/", "~")) or name.endswith((*_FILES, "/"))
     if is_path or not _NAME.fullmatch(name):
-        raise CorpusError(
+        raise UserError(
             f"{flag} {name}: there is no such file or folder (seen from {Path.cwd()}), and a name "
             "on the Hugging Face hub is written owner/name"
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.errors import UserError
 
 
 def map_ids(path: str | Path, *, what: str, remedy: str) -> np.ndarray:
@@ -16,19 +16,19 @@ def map_ids(path: str | Path, *, what: str, remedy: str) -> np.ndarray:
         remedy: what the user can do, for messages.
 
     Raises:
-        CorpusError: it cannot be read, or holds something else.
+        UserError: it cannot be read, or holds something else.
     """
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
-        raise CorpusError(f"{what} {path} cannot be read: {error}; {remedy}") from error
+        raise UserError(f"{what} {path} cannot be read: {error}; {remedy}") from error
     except (EOFError, ValueError) as error:
-        raise CorpusError(
+        raise UserError(
             f"{what} {path} is no .npy file of numbers, or is cut short; {remedy}"
         ) from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         found = f"{ids.dtype} of shape {ids.shape}" if isinstance(ids, np.ndarray) else "an archive"
-        raise CorpusError(f"{what} {path} holds {found}, expected integers in a row; {remedy}")
+        raise UserError(f"{what} {path} holds {found}, expected integers in a row; {remedy}")
     return ids
 
 
@@ -36,11 +36,11 @@ def require_below(ids: np.ndarray, limit: int, *, what: str, of: str, remedy: st
     """Refuse numbers outside [0, limit) with the first one and its place.
 
     Raises:
-        CorpusError: there is one.
+        UserError: there is one.
     """
     wrong = np.flatnonzero((ids < 0) | (ids >= limit))
     if len(wrong):
-        raise CorpusError(
+        raise UserError(
             f"{what} names {of} {ids[wrong[0]]} (entry {wrong[0]}), expected 0 to {limit - 1}"
             f"; {remedy}"
         )

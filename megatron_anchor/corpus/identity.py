@@ -12,10 +12,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.manifest import KeyManifest
 from megatron_anchor.corpus.sources import Source
 from megatron_anchor.corpus.tokenizers import TokenizerConfig
+from megatron_anchor.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_anchor.corpus.preprocess import PreprocessConfig
@@ -135,7 +135,7 @@ def _refuse(found: Sequence[str], what: str) -> None:
     if not found:
         return
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    raise CorpusError(
+    raise UserError(
         f"--resume: {what} was made otherwise (before -> now): {'; '.join(found[:_SHOWN])}{more}. "
         "Use --overwrite to make it anew"
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path
+from megatron_anchor.errors import UserError
 
 _BLOCK = 1 << 20  # entries looked at once
 _SHOWN = 5  # offenders named in a message
@@ -39,11 +39,11 @@ def require_sound(corpus: IndexedCorpus) -> None:
     """Refuse a corpus whose index has a problem.
 
     Raises:
-        CorpusError: it has; the message names the first one.
+        UserError: it has; the message names the first one.
     """
     problems = index_problems(corpus)
     if problems:
-        raise CorpusError(
+        raise UserError(
             f"{corpus.prefix}: .idx and .bin do not agree: {problems[0]}; make the corpus again "
             "(tools/inspect_corpus.py tells more)"
         )

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<QBQQ")  # version, dtype code, sequences, document indices
@@ -68,18 +68,18 @@ class IndexedCorpus:
 
     @classmethod
     def open(cls, prefix: str | Path) -> IndexedCorpus:
-        """Map the pair at `prefix`; `CorpusError` where a file is missing or malformed."""
+        """Map the pair at `prefix`; `UserError` where a file is missing or malformed."""
         for path in (bin_path(prefix), idx_path(prefix)):
             if not path.is_file():
-                raise CorpusError(f"{path} does not exist; give the prefix without .bin or .idx")
+                raise UserError(f"{path} does not exist; give the prefix without .bin or .idx")
         path = idx_path(prefix)
         with open(path, "rb") as stream:
             magic, head = stream.read(len(MAGIC)), stream.read(_HEAD.size)
         if magic != MAGIC or len(head) != _HEAD.size:
-            raise CorpusError(f"{path} is not a Megatron index: it begins with {magic!r}")
+            raise UserError(f"{path} is not a Megatron index: it begins with {magic!r}")
         version, code, sequences, indices = _HEAD.unpack(head)
         if version != 1 or code not in _DTYPES:
-            raise CorpusError(
+            raise UserError(
                 f"{path} has version {version} and dtype code {code}; "
                 f"known are version 1 and the codes {sorted(_DTYPES)}"
             )
@@ -87,7 +87,7 @@ class IndexedCorpus:
         expected = start + 12 * sequences + 8 * indices
         size = path.stat().st_size
         if size < expected:
-            raise CorpusError(
+            raise UserError(
                 f"{path} holds {size} bytes, but {sequences} sequences and {indices} document "
                 f"indices need {expected}: it was cut short, build it again"
             )
@@ -113,7 +113,7 @@ class IndexedCorpus:
     def document(self, index: int) -> np.ndarray:
         """The tokens of document `index`, 1-D; all its sequences together."""
         if not 0 <= index < len(self):
-            raise CorpusError(
+            raise UserError(
                 f"document {index} asked of {self.prefix}, which holds 0 to {len(self) - 1}"
             )
         first, last = map(int, self.document_indices[index : index + 2])
@@ -127,8 +127,8 @@ class IndexedCorpus:
             raise self._damaged(index, f"its tokens would be {start} to {end - 1}")
         return self.tokens[start:end]
 
-    def _damaged(self, index: int, why: str) -> CorpusError:
-        return CorpusError(
+    def _damaged(self, index: int, why: str) -> UserError:
+        return UserError(
             f"{idx_path(self.prefix)} is damaged at document {index}: {why}, of "
             f"{len(self.lengths)} sequences and {len(self.tokens)} tokens; make the corpus again"
         )
@@ -142,7 +142,7 @@ class IndexedCorpus:
 def _map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
     size = path.stat().st_size
     if size % dtype.itemsize:
-        raise CorpusError(f"{path} holds {size} bytes, which is no whole number of {dtype} tokens")
+        raise UserError(f"{path} holds {size} bytes, which is no whole number of {dtype} tokens")
     if size == 0:
         return np.empty(0, dtype=dtype)  # an empty file cannot be mapped
     return np.memmap(path, mode="r", dtype=dtype)

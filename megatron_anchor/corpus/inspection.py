@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.index_checks import index_problems, named
 from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.manifest import KeyManifest, read_domains, read_manifest
+from megatron_anchor.errors import UserError
 
 ALL = "all"
 PERCENTILES = (50, 90, 99, 100)
@@ -73,7 +73,7 @@ def inspect_corpus(
     domains = [_domain_lengths(ALL, lengths, edges)]
     try:
         recorded = read_domains(prefix)
-    except CorpusError as error:
+    except UserError as error:
         problems.append(str(error))
         recorded = None
     if recorded is not None and manifest is not None and len(recorded[1]) == len(lengths):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.errors import UserError
 
 _WAIT_SECONDS = 5.0  # for one that ends just now
 
@@ -31,13 +31,13 @@ class Lock:
             output: what is written under it, for messages.
 
         Raises:
-            CorpusError: another process holds it, or it cannot be made.
+            UserError: another process holds it, or it cannot be made.
         """
         self.path, self._output = path, output
         deadline = time.monotonic() + _WAIT_SECONDS
         while (stream := self._taken()) is None:
             if time.monotonic() > deadline:
-                raise CorpusError(
+                raise UserError(
                     f"another run is writing {output} ({self._holder()}); wait for it to end, or "
                     "choose another output"
                 )
@@ -55,7 +55,7 @@ class Lock:
         except FileNotFoundError:  # the holder removed the folder
             return None
         except OSError as error:
-            raise CorpusError(f"{self._output} cannot be made: {error.strerror}") from error
+            raise UserError(f"{self._output} cannot be made: {error.strerror}") from error
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(stream.fileno()).st_ino == os.stat(self.path).st_ino:

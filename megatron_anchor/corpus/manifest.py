@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.id_arrays import map_ids, require_below
+from megatron_anchor.errors import UserError
 
 FORMAT = "megatron_anchor corpus 1"
 
@@ -65,18 +65,18 @@ class KeyManifest:
 
     @classmethod
     def read(cls, path: Path) -> KeyManifest:
-        """Read; `CorpusError` where the file is no manifest of this format."""
+        """Read; `UserError` where the file is no manifest of this format."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             form = value["format"]
             value["domains"] = [DomainCount(**domain) for domain in value["domains"]]
             manifest = cls(**value)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CorpusError(
+            raise UserError(
                 f"{path} is no corpus manifest ({type(error).__name__}: {error})"
             ) from error
         if form != FORMAT:
-            raise CorpusError(f"{path} has format {form!r}, expected {FORMAT!r}")
+            raise UserError(f"{path} has format {form!r}, expected {FORMAT!r}")
         return manifest
 
 
@@ -102,7 +102,7 @@ def read_domains(prefix: str | Path) -> tuple[list[str], np.ndarray] | None:
     None for a corpus without a manifest, which was made by another tool.
 
     Raises:
-        CorpusError: the file of ids is missing, is no such file, or does not fit the manifest.
+        UserError: the file of ids is missing, is no such file, or does not fit the manifest.
     """
     manifest = read_manifest(prefix)
     if manifest is None:
@@ -110,7 +110,7 @@ def read_domains(prefix: str | Path) -> tuple[list[str], np.ndarray] | None:
     remedy, what = "write the corpus again with tools/preprocess_data.py", "the file of domains"
     ids = map_ids(domains_path(prefix), what=what, remedy=remedy)
     if len(ids) != manifest.documents:
-        raise CorpusError(
+        raise UserError(
             f"{domains_path(prefix)} has {len(ids)} entries, the manifest {manifest.documents} "
             f"documents: the files do not belong together; {remedy}"
         )

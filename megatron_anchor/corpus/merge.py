@@ -7,7 +7,6 @@ which they are met, so merged shards equal the corpus of one run byte for byte.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.identity import text_settings
 from megatron_anchor.corpus.index_checks import require_sound
 from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path, idx_path, write_index
@@ -31,6 +29,8 @@ from megatron_anchor.corpus.manifest import (
     write_domains,
 )
 from megatron_anchor.corpus.shards import is_one_run, shard_order
+from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import move_finished
 
 _BLOCK = 1 << 20  # elements moved at once
 _NAMES = ("bin", "domains.npy", "manifest.json", "idx")
@@ -54,14 +54,14 @@ def merge_corpora(
 ) -> KeyManifest | None:
     """Merge corpora into one at `output_prefix`: in the order given, shards in their own order.
 
-    Returns the merged manifest, None where no part has one. Raises `CorpusError` where parts do not
+    Returns the merged manifest, None where no part has one. Raises `UserError` where parts do not
     fit together or the output exists. Nothing carries a final name before all is written.
     """
     if not prefixes:
-        raise CorpusError("nothing to merge: give at least one prefix")
+        raise UserError("nothing to merge: give at least one prefix")
     out = Path(output_prefix)
     if any(Path(prefix).resolve() == out.resolve() for prefix in prefixes):
-        raise CorpusError(f"{out} is both an input and the output; choose another output prefix")
+        raise UserError(f"{out} is both an input and the output; choose another output prefix")
     parts = [_open(prefix) for prefix in prefixes]
     _check_fit(parts)
     order = shard_order(
@@ -72,16 +72,16 @@ def merge_corpora(
         finals = [bin_path(out), domains_path(out), manifest_path(out), idx_path(out)]
         existing = [path for path in finals if path.exists()]
         if existing and not overwrite:
-            raise CorpusError(f"{existing[0]} exists; choose another output prefix or --overwrite")
+            raise UserError(f"{existing[0]} exists; choose another output prefix or --overwrite")
         try:
             manifest = _write(parts, folder, progress=progress)
             for path in existing:
                 path.unlink()
             for name, final in zip(_NAMES, finals, strict=True):
                 if (folder / name).exists():
-                    os.replace(folder / name, final)
+                    move_finished(folder / name, final)
         except OSError as error:
-            raise CorpusError(f"{folder} cannot be written: {error.strerror}") from error
+            raise UserError(f"{folder} cannot be written: {error.strerror}") from error
     return manifest
 
 
@@ -116,7 +116,7 @@ def _check_fit(parts: Sequence[_Part]) -> None:
         a, b = first.manifest, part.manifest
         if (a is None) != (b is None):
             without = first if a is None else part
-            raise CorpusError(
+            raise UserError(
                 f"{manifest_path(without.prefix)} is missing while other parts have a manifest, so "
                 "it cannot be checked that the tokenizers agree; make that part again, or move all "
                 "manifests away"
@@ -125,7 +125,7 @@ def _check_fit(parts: Sequence[_Part]) -> None:
             pairs += _manifest_pairs(a, b)
         for what, left, right in pairs:
             if left != right:
-                raise CorpusError(
+                raise UserError(
                     f"{first.prefix} has {what} {left}, {part.prefix} has {right}: corpora can be "
                     "merged only where it agrees"
                 )

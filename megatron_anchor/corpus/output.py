@@ -20,11 +20,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_anchor.corpus.encoding import EncodedChunk, KeyOutput
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.identity import require_same
 from megatron_anchor.corpus.indexed import write_index
 from megatron_anchor.corpus.locks import Lock, empty
 from megatron_anchor.corpus.manifest import DomainCount, KeyManifest, write_domains
+from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import atomic_write_text, move_finished
 
 _MOST_DOMAINS = 10_000
 _STREAMS = ("bin", "lengths", "ends", "domains")
@@ -63,7 +64,7 @@ class Progress:
 
     @classmethod
     def restored(cls, value: Mapping[str, Any], *, keys: int, path: Path) -> Progress:
-        """The progress that a checkpoint holds; `CorpusError` where it is none."""
+        """The progress that a checkpoint holds; `UserError` where it is none."""
         expected = {name: type(held) for name, held in asdict(cls()).items()}
         found = {name: type(held) for name, held in value.items()}
         if found != expected:
@@ -104,7 +105,7 @@ class CorpusOutput:
         self.keys = tuple(keys)
         self.dtype = dtype
         if str(prefix).endswith(os.sep):
-            raise CorpusError(
+            raise UserError(
                 f"--output-prefix {prefix} is a folder: add the beginning of a file name to it"
             )
         self.folder = Path(f"{prefix}.partial")
@@ -156,7 +157,7 @@ class CorpusOutput:
         unfinished = any(path.name != "lock" for path in self.folder.iterdir())
         existing = [path for path in self._finals().values() if path.exists()]
         if unfinished and not (resume or overwrite):
-            raise CorpusError(
+            raise UserError(
                 f"{self.folder} holds what an unfinished run left; add --resume to go on from "
                 "there, or --overwrite to begin anew"
             )
@@ -164,9 +165,7 @@ class CorpusOutput:
             return
         self.already_finished = resume and not unfinished
         if not self.already_finished:
-            raise CorpusError(
-                f"{existing[0]} exists; choose another --output-prefix or --overwrite"
-            )
+            raise UserError(f"{existing[0]} exists; choose another --output-prefix or --overwrite")
 
     def _begin(self, *, resume: bool, overwrite: bool) -> None:
         if overwrite and not resume:
@@ -199,7 +198,7 @@ class CorpusOutput:
             path.touch()
             size = self.progress.sizes.setdefault(name, 0)
             if path.stat().st_size < size:
-                raise CorpusError(
+                raise UserError(
                     f"{path} holds {path.stat().st_size} bytes, the checkpoint says {size}: the "
                     "disk lost data; use --overwrite to begin anew"
                 )
@@ -254,7 +253,7 @@ class CorpusOutput:
         state, known = self.progress, self._domain_ids
         if name not in known:
             if len(known) >= _MOST_DOMAINS:
-                raise CorpusError(
+                raise UserError(
                     f"more than {_MOST_DOMAINS} domains, the last one {name!r}: --domain-key names "
                     "a field that is no domain"
                 )
@@ -270,7 +269,7 @@ class CorpusOutput:
             while len(left):
                 left = left[stream.write(left) :]
         except OSError as error:
-            raise CorpusError(
+            raise UserError(
                 f"{self.folder / name} cannot be written: {error.strerror}. Make room, then go on "
                 "with --resume (the last checkpoint is kept)"
             ) from error
@@ -283,7 +282,7 @@ class CorpusOutput:
                 os.fsync(stream.fileno())
             self._write_json("state.json", asdict(self.progress))
         except OSError as error:
-            raise CorpusError(f"{self.folder} cannot be written: {error.strerror}") from error
+            raise UserError(f"{self.folder} cannot be written: {error.strerror}") from error
         self._last = time.monotonic()
 
     def _read_json(self, name: str) -> dict[str, Any]:
@@ -296,12 +295,8 @@ class CorpusOutput:
         return value
 
     def _write_json(self, name: str, value: object) -> None:
-        temporary = self.folder / f"{name}.new"
-        with open(temporary, "w") as stream:
+        with atomic_write_text(self.folder / name) as stream:
             json.dump(value, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, self.folder / name)
 
     def finish(self, manifest: Mapping[str, Any]) -> list[KeyManifest]:
         """Build indices and manifests, rename everything, remove the folder.
@@ -315,7 +310,7 @@ class CorpusOutput:
                 for number, entry in enumerate(manifests):
                     self._build(number, entry)
             except OSError as error:
-                raise CorpusError(
+                raise UserError(
                     f"{self.folder} cannot be written: {error.strerror}; go on with --resume"
                 ) from error
             self.progress.complete = True
@@ -330,7 +325,7 @@ class CorpusOutput:
                 part.unlink()
                 final.unlink(missing_ok=True)
             if part.exists():
-                os.replace(part, final)
+                move_finished(part, final)
         self._remove_folder()
         return manifests
 
@@ -376,7 +371,7 @@ class CorpusOutput:
         """Leave nothing but the list of rejected rows: there is nothing to go on from."""
         rejected = self.folder / "rejected"
         if rejected.exists() and rejected.stat().st_size:
-            os.replace(rejected, self.rejected_path)
+            move_finished(rejected, self.rejected_path)
         self._remove_folder()
 
     def close(self) -> None:
@@ -407,8 +402,8 @@ class CorpusOutput:
             self._lock = None
 
 
-def _lost(path: Path, why: str) -> CorpusError:
-    return CorpusError(
+def _lost(path: Path, why: str) -> UserError:
+    return UserError(
         f"--resume: {path} does not say where the unfinished run stands ({why}); use --overwrite "
         "to begin anew"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.errors import UserError
 
 
 def draw_lengths(
@@ -24,7 +24,7 @@ def draw_lengths(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise CorpusError("a picture needs `pip install matplotlib`") from error
+        raise UserError("a picture needs `pip install matplotlib`") from error
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -51,7 +51,7 @@ def draw_lengths(
     try:
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:
-        raise CorpusError(f"--png {path} cannot be written: {error.strerror}") from error
+        raise UserError(f"--png {path} cannot be written: {error.strerror}") from error
 
 
 def _short(number: int) -> str:

@@ -19,8 +19,8 @@ from multiprocessing import connection
 from typing import Any, Protocol
 
 from megatron_anchor.corpus.encoding import ChunkEncoder, EncodeConfig, EncodedChunk
-from megatron_anchor.corpus.errors import CorpusError, WorkerError
 from megatron_anchor.corpus.readers import Chunk
+from megatron_anchor.errors import UserError
 
 _MOST_BYTES = 256 << 20  # of input in flight; a single larger chunk still passes
 _CHUNKS_A_WORKER = 2  # one in work, one waiting
@@ -105,7 +105,7 @@ class _Worker:
             raise value
         return value
 
-    def death(self) -> WorkerError:
+    def death(self) -> UserError:
         """The error that tells how the process ended and on what."""
         self.process.join(_CLOSE_SECONDS)
         code = self.process.exitcode
@@ -113,7 +113,7 @@ class _Worker:
         work = "at its start"
         if self.chunks:
             work = f"on {self.chunks[0].path}, rows from {self.chunks[0].first_row + 1}"
-        return WorkerError(
+        return UserError(
             f"worker {self.number} (pid {self.process.pid}) died with {how} while working {work}; "
             "if memory ran out, use fewer --workers. What was finished is kept: add --resume"
         )
@@ -195,10 +195,10 @@ def _serve(pipe: connection.Connection, config: EncodeConfig) -> None:
             pipe.send(("done", encode(chunk)))
     except (BrokenPipeError, ConnectionResetError):
         return
-    except CorpusError as error:
+    except UserError as error:
         pipe.send(("failed", error))
     except Exception as error:
-        pipe.send(("failed", CorpusError(f"a worker failed: {type(error).__name__}: {error}")))
+        pipe.send(("failed", UserError(f"a worker failed: {type(error).__name__}: {error}")))
 
 
 def _take(pipe: connection.Connection, tasks: queue.SimpleQueue[Chunk | None]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_anchor.corpus.encoding import EncodeConfig
-from megatron_anchor.corpus.errors import CorpusError, RowError
 from megatron_anchor.corpus.folders import counted, described
 from megatron_anchor.corpus.identity import (
     lasting_identity,
@@ -24,6 +23,7 @@ from megatron_anchor.corpus.manifest import KeyManifest, manifest_path
 from megatron_anchor.corpus.output import CorpusOutput, Progress
 from megatron_anchor.corpus.pool import make_pool
 from megatron_anchor.corpus.readers import Chunk, ReadOptions, read_span
+from megatron_anchor.corpus.rejections import RowError
 from megatron_anchor.corpus.rows import RowOptions, parse_chunk
 from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter, model_digest
 from megatron_anchor.corpus.sources import (
@@ -43,6 +43,7 @@ from megatron_anchor.corpus.tokenizers import (
     choose_engine,
     load_tokenizer,
 )
+from megatron_anchor.errors import UserError
 
 NO_ENGINE = "none"
 _SAMPLE_TEXTS = 64
@@ -84,19 +85,19 @@ class PreprocessConfig:
 
     def __post_init__(self) -> None:
         if self.on_error not in ("stop", "skip"):
-            raise CorpusError(f"--on-error {self.on_error}: expected stop or skip")
+            raise UserError(f"--on-error {self.on_error}: expected stop or skip")
         if self.pretokenized and len(self.json_keys) != 1:
-            raise CorpusError("pre-tokenized rows have one key of ids; give a single --json-keys")
+            raise UserError("pre-tokenized rows have one key of ids; give a single --json-keys")
         if self.pretokenized and self.split_sentences:
-            raise CorpusError("--split-sentences needs text, and rows of --pretokenized hold ids")
+            raise UserError("--split-sentences needs text, and rows of --pretokenized hold ids")
         bad = [key for key in self.json_keys if not key or os.sep in key]
         if bad or len(set(self.json_keys)) != len(self.json_keys):
-            raise CorpusError(f"--json-keys {list(self.json_keys)}: expected different names")
+            raise UserError(f"--json-keys {list(self.json_keys)}: expected different names")
         if self.max_row_mb < 1:
-            raise CorpusError(f"--max-row-mb {self.max_row_mb}: expected at least 1")
+            raise UserError(f"--max-row-mb {self.max_row_mb}: expected at least 1")
         for name in ("workers", "chunk_kb", "checkpoint_seconds"):
             if not getattr(self, name) >= 0:  # nor NaN
-                raise CorpusError(f"--{name.replace('_', '-')} {getattr(self, name)}: below 0")
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: below 0")
 
     @property
     def notes(self) -> list[str]:
@@ -139,7 +140,7 @@ class Summary:
 def preprocess(config: PreprocessConfig) -> Summary:
     """Make the corpora that `config` asks for, one a JSON key.
 
-    Raises `CorpusError` with place and remedy; then nothing carries a final name, and what is
+    Raises `UserError` with place and remedy; then nothing carries a final name, and what is
     finished stays in `OUTPUT_PREFIX.partial` for `resume`.
     """
     began = time.monotonic()
@@ -152,7 +153,7 @@ def preprocess(config: PreprocessConfig) -> Summary:
     sources = inputs.sources
     tokenizer = load_tokenizer(config.tokenizer)
     if config.append_eod and tokenizer.eod_id is None:
-        raise CorpusError(
+        raise UserError(
             f"--append-eod: the tokenizer {tokenizer.path} has no end-of-document token; name one "
             "with --eod-token or --eod-id, or leave --append-eod away"
         )
@@ -398,7 +399,7 @@ def _check_not_empty(config: PreprocessConfig, output: CorpusOutput) -> None:
             state = output.progress
             output.discard()
             listed = f", listed in {output.rejected_path}" if state.rejected else ""
-            raise CorpusError(
+            raise UserError(
                 f"no document was written for {key!r}: {state.rows_read} rows read, "
                 f"{state.rejected_rows} rejected{listed}, {sum(state.empty)} empty; a corpus "
                 "without documents cannot be opened"
@@ -469,7 +470,7 @@ def _finished_before(
     prefixes = [output.corpus_prefix(key) for key in config.json_keys]
     missing = [path for path in output.final_paths if not path.exists()]
     if missing:
-        raise CorpusError(
+        raise UserError(
             f"--resume: {missing[0]} is missing beside what was finished before, so it is not "
             "known what that holds; use --overwrite to make it anew"
         )

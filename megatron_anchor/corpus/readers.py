@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_anchor.corpus.errors import CorpusError, Rejection
 from megatron_anchor.corpus.json_arrays import Flaw, array_elements
+from megatron_anchor.corpus.rejections import Rejection
 from megatron_anchor.corpus.sources import Source, Span
 from megatron_anchor.corpus.streams import DamagedError, line_blocks, pieces
+from megatron_anchor.errors import UserError
 
 BOM = codecs.BOM_UTF8
 
@@ -77,7 +78,7 @@ def read_span(
     try:
         yield from read(source, span, options, _Place(offset, row), make)
     except OSError as error:
-        raise CorpusError(f"{source.path} cannot be read: {error}") from error
+        raise UserError(f"{source.path} cannot be read: {error}") from error
 
 
 @dataclass

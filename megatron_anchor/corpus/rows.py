@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_anchor.corpus.errors import Rejection
 from megatron_anchor.corpus.pretokenized import SpanError, split_spans
 from megatron_anchor.corpus.readers import BOM, Chunk
+from megatron_anchor.corpus.rejections import Rejection
 
 _quick: Any = None
 with contextlib.suppress(ImportError):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.errors import UserError
 
 _PIECE = 1_000_000  # characters given to Punkt at once, as in Megatron's tool
 _FILES = ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab")
@@ -31,7 +31,7 @@ class SplitterConfig:
 
 
 def make_splitter(config: SplitterConfig) -> Callable[[str], list[str]]:
-    """A function from a text to its sentences; `CorpusError` where the model is missing."""
+    """A function from a text to its sentences; `UserError` where the model is missing."""
     from nltk.tokenize.punkt import PunktLanguageVars, PunktSentenceTokenizer
 
     class WithNewlines(PunktLanguageVars):
@@ -88,7 +88,7 @@ def _from_folder(path: Path, config: SplitterConfig):
     candidates = [path, path / config.language, path / "punkt_tab" / config.language]
     folder = next((c for c in candidates if all((c / name).is_file() for name in _FILES)), None)
     if folder is None:
-        raise CorpusError(
+        raise UserError(
             f"--punkt-path {config.punkt_path}: no Punkt model for --lang {config.language} there; "
             f"expected a folder with {', '.join(_FILES)}, or punkt_tab.zip as nltk publishes it"
         )
@@ -112,7 +112,7 @@ def _installed(language: str):
     try:
         return PunktTokenizer(language)._params
     except (LookupError, ValueError, OSError) as error:
-        raise CorpusError(
+        raise UserError(
             f"nltk has no Punkt model for --lang {language} (looked in NLTK_DATA="
             f"{os.environ.get('NLTK_DATA', '')!r} and nltk's usual folders). Fetch it with "
             "`python -m nltk.downloader punkt_tab`, or give a local copy with --punkt-path"

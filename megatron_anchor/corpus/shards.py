@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.manifest import KeyManifest
 from megatron_anchor.corpus.sources import parse_shard
+from megatron_anchor.errors import UserError
 
 Part = tuple[Path, KeyManifest | None]
 
@@ -20,14 +20,14 @@ def shard_order(parts: Sequence[Part], *, allow_missing: bool = False) -> list[i
     Shards of one run have the same settings and inputs and the same number of shards.
 
     Raises:
-        CorpusError: a shard is there twice, or is missing and `allow_missing` is False.
+        UserError: a shard is there twice, or is missing and `allow_missing` is False.
     """
     order = list(range(len(parts)))
     for (count, _), places in _runs(parts).items():
         by_shard = sorted(places, key=lambda place: _index(parts[place]))
         for place, after in itertools.pairwise(by_shard):
             if _index(parts[place]) == _index(parts[after]):
-                raise CorpusError(
+                raise UserError(
                     f"{parts[place][0]} and {parts[after][0]} are both shard "
                     f"{_index(parts[place])}/{count} of the same inputs: its documents would be "
                     "doubled; give it once"
@@ -36,7 +36,7 @@ def shard_order(parts: Sequence[Part], *, allow_missing: bool = False) -> list[i
         missing = [f"{index}/{count}" for index in range(count) if index not in present]
         if missing and not allow_missing:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise CorpusError(
+            raise UserError(
                 f"{parts[places[0]][0]} is one of {count} shards, of which "
                 f"{', '.join(missing[:5])}{more} are not given: their documents would be lost; add "
                 "them, or merge without them with --allow-missing-shards"

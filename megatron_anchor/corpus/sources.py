@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.file_kinds import SUFFIXES, format_of, never_documents
 from megatron_anchor.corpus.folders import (
     UNKNOWN,
@@ -18,6 +17,7 @@ from megatron_anchor.corpus.folders import (
     is_saved_dataset,
     outside_datasets,
 )
+from megatron_anchor.errors import UserError
 
 FORMATS = ("jsonl", "json", "parquet", "txt")
 """Of files; folders of saved datasets and hf:// names tell themselves."""
@@ -72,10 +72,10 @@ def resolve(
     """All sources named by paths, patterns and folders, in the order given (found ones by name).
 
     Raises:
-        CorpusError: for what is not there, holds no documents, or is named twice.
+        UserError: for what is not there, holds no documents, or is named twice.
     """
     if len(domains) not in (0, 1, len(inputs)):
-        raise CorpusError(
+        raise UserError(
             f"--domain has {len(domains)} names for {len(inputs)} --input arguments; give one for "
             "all, or one for each"
         )
@@ -99,7 +99,7 @@ def _refuse_doubled(sources: Sequence[Source]) -> None:
         real = source.path if source.format == "hub" else os.path.realpath(source.path)
         if real in seen:
             others = f" and as {seen[real]}" if seen[real] != source.path else ""
-            raise CorpusError(
+            raise UserError(
                 f"--input: {source.path} is given twice{others}, so its rows would be doubled; "
                 "name every file once (a folder or a pattern may hold it already)"
             )
@@ -115,7 +115,7 @@ def _expand(text: str, *, hf_split: str, input_format: str | None) -> Contents:
     elif path.exists():
         why = never_documents(path)
         if why is not None:
-            raise CorpusError(
+            raise UserError(
                 f"--input {text} {_be(why)}, so it holds no documents; leave it out, name its "
                 "folder (which passes such files over), or rename it if it does hold some"
             )
@@ -125,7 +125,7 @@ def _expand(text: str, *, hf_split: str, input_format: str | None) -> Contents:
     if not found.inputs:
         kinds = f"{', '.join(SUFFIXES)}, also .gz and .zst"
         there = "; ".join(described(found.passed_over)) or "it is empty"
-        raise CorpusError(
+        raise UserError(
             f"--input {text}: there is no file of a known kind ({kinds}) and no folder of "
             f"Dataset.save_to_disk; {there}"
         )
@@ -139,7 +139,7 @@ def _be(why: str) -> str:
 def _matching(pattern: str, *, input_format: str | None) -> Contents:
     paths = sorted(glob.glob(pattern, recursive=True))
     if not paths:
-        raise CorpusError(
+        raise UserError(
             f"--input {pattern}: no such file, and no file matches it as a pattern (a dataset of "
             "the Hugging Face hub is written hf://owner/name)"
         )
@@ -163,14 +163,14 @@ def _source(text: str, *, domain: str | None, input_format: str | None) -> Sourc
     found, compression = format_of(path) or (None, None)
     chosen = input_format or found
     if chosen is None:
-        raise CorpusError(
+        raise UserError(
             f"--input {text}: unknown kind of file; rename it to one of {', '.join(SUFFIXES)} "
             "(also .gz, .zst), or name the kind with --input-format"
         )
     if chosen not in FORMATS:
-        raise CorpusError(f"--input-format {chosen}: expected one of {', '.join(FORMATS)}")
+        raise UserError(f"--input-format {chosen}: expected one of {', '.join(FORMATS)}")
     if compression and chosen in ("parquet", "txt"):
-        raise CorpusError(f"--input {text}: compressed .{chosen} is not supported; decompress it")
+        raise UserError(f"--input {text}: compressed .{chosen} is not supported; decompress it")
     stat = path.stat()
     return Source(text, chosen, compression, stat.st_size, stat.st_mtime_ns, domain)
 
@@ -182,7 +182,7 @@ def parse_shard(text: str | None) -> tuple[int, int]:
     left, _, right = text.partition("/")
     if left.isdigit() and right.isdigit() and int(left) < int(right):
         return int(left), int(right)
-    raise CorpusError(f"--shard {text}: expected i/n with i from 0 to n - 1, as in 0/8")
+    raise UserError(f"--shard {text}: expected i/n with i from 0 to n - 1, as in 0/8")
 
 
 def plan(
@@ -195,7 +195,7 @@ def plan(
     """
     index, count = shard
     if count > 1 and any(source.format == "hub" for source in sources):
-        raise CorpusError("--shard cannot cut a hub stream; download the dataset first")
+        raise UserError("--shard cannot cut a hub stream; download the dataset first")
     total = sum(max(source.size, 1) for source in sources)
     low, high = total * index // count, total * (index + 1) // count
     spans, base = [], 0

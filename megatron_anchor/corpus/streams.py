@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.errors import UserError
 
 _PIECE = 1 << 18  # compressed bytes read at once
 _MOST = 1 << 24  # bytes that one call may decompress
@@ -118,18 +118,18 @@ def _zstandard(path: str) -> Any:
     """The library, if it can read the file: a frame says how much memory it needs.
 
     Raises:
-        CorpusError: it is not installed, or the frame asks for too much.
+        UserError: it is not installed, or the frame asks for too much.
     """
     try:
         import zstandard
     except ImportError as error:
-        raise CorpusError(f"{path}: reading .zst needs `pip install zstandard`") from error
+        raise UserError(f"{path}: reading .zst needs `pip install zstandard`") from error
     with open(path, "rb") as stream:
         head = stream.read(64)
     with contextlib.suppress(zstandard.ZstdError):  # damage is told where it is read
         window = zstandard.get_frame_parameters(head).window_size
         if window > _MOST_WINDOW:
-            raise CorpusError(
+            raise UserError(
                 f"{path} was compressed with a window of {window >> 20} MB (zstd --long), of which "
                 f"{_MOST_WINDOW >> 20} MB are read; write it again with zstd --long=27 or without"
             )

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_anchor.corpus import hub
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.sources import Source
 from megatron_anchor.corpus.table_parts import require_text, rows_at_once
+from megatron_anchor.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_anchor.corpus.readers import ReadOptions
@@ -31,7 +31,7 @@ class Table:
 
 
 def open_table(source: Source, options: ReadOptions) -> Table:
-    """Open a parquet file or a saved dataset; `CorpusError` where a needed column is missing."""
+    """Open a parquet file or a saved dataset; `UserError` where a needed column is missing."""
     return (_parquet if source.format == "parquet" else _saved)(source, options)
 
 
@@ -46,7 +46,7 @@ def _parquet(source: Source, options: ReadOptions) -> Table:
     try:
         file = pq.ParquetFile(source.path)
     except DAMAGE as error:
-        raise CorpusError(f"{source.path} is no readable parquet file: {error}") from error
+        raise UserError(f"{source.path} is no readable parquet file: {error}") from error
     columns = _needed(source, options, file.schema_arrow.names)
     meta = file.metadata
     size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
@@ -76,10 +76,10 @@ def _saved(source: Source, options: ReadOptions) -> Table:
     try:
         found = load_from_disk(source.path)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise CorpusError(f"{source.path} is no readable saved dataset: {error}") from error
+        raise UserError(f"{source.path} is no readable saved dataset: {error}") from error
     if isinstance(found, DatasetDict):
         if options.hf_split not in found:
-            raise CorpusError(
+            raise UserError(
                 f"{source.path} has the splits {', '.join(found)}, not {options.hf_split!r}; "
                 "choose one with --hf-split"
             )
@@ -135,7 +135,7 @@ def _as_binary(kind: pa.DataType) -> pa.DataType:
 def _needed(source: Source, options: ReadOptions, present: list[str]) -> list[str]:
     missing = [name for name in options.columns if name not in present]
     if missing:
-        raise CorpusError(
+        raise UserError(
             f"{source.path} has the columns {', '.join(present)}, not {missing[0]!r}; "
             "name others with --json-keys and --domain-key"
         )
@@ -150,11 +150,11 @@ def stream_hub(path: str, options: ReadOptions, *, skip: int) -> Iterator[dict[s
     if not Path(name).exists():
         hub.require_name(name, flag="--input hf://")
         if not hub.is_reachable():
-            raise CorpusError(f"--input {path}: the Hugging Face hub cannot be reached")
+            raise UserError(f"--input {path}: the Hugging Face hub cannot be reached")
     try:
         stream = load_dataset(name, options.hf_config, split=options.hf_split, streaming=True)
     except Exception as error:  # datasets and its hub client raise many kinds
-        raise CorpusError(
+        raise UserError(
             f"--input {path}: the dataset could not be opened with --hf-split {options.hf_split}"
             f" --hf-config {options.hf_config}: {error}"
         ) from error

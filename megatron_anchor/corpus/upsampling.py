@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.id_arrays import map_ids, require_below
 from megatron_anchor.corpus.index_checks import require_sound
 from megatron_anchor.corpus.indexed import IndexedCorpus, idx_path
 from megatron_anchor.corpus.locks import locked
 from megatron_anchor.corpus.manifest import read_domains
-from megatron_anchor.whole_files import replacing, replacing_text
+from megatron_anchor.errors import UserError
+from megatron_anchor.whole_files import atomic_write, atomic_write_text
 
 FORMAT = "megatron_anchor document list 1"
 _STARTS = 16
@@ -113,7 +113,7 @@ def _systematic(
 
 
 def parse_mixture(text: str) -> dict[str, float]:
-    """`CommonCrawl=0.58,C4=0.20` -> shares as given; `CorpusError` for anything else."""
+    """`CommonCrawl=0.58,C4=0.20` -> shares as given; `UserError` for anything else."""
     mixture: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = part.rpartition("=")
@@ -122,12 +122,12 @@ def parse_mixture(text: str) -> dict[str, float]:
         except ValueError:
             share = -1.0
         if not name.strip() or not equals or not 0 <= share < float("inf"):
-            raise CorpusError(f"--mixture: {part!r} is not of the form NAME=SHARE with SHARE >= 0")
+            raise UserError(f"--mixture: {part!r} is not of the form NAME=SHARE with SHARE >= 0")
         if name.strip() in mixture:
-            raise CorpusError(f"--mixture names {name.strip()!r} twice; give each domain one share")
+            raise UserError(f"--mixture names {name.strip()!r} twice; give each domain one share")
         mixture[name.strip()] = share
     if not sum(mixture.values()):
-        raise CorpusError("--mixture: all shares are 0")
+        raise UserError("--mixture: all shares are 0")
     return mixture
 
 
@@ -140,14 +140,14 @@ def target_shares(
     unknown = [name for name in mixture if name not in names]
     missing = [name for name in names if name not in mixture]
     if unknown:
-        raise CorpusError(
+        raise UserError(
             f"--mixture names {unknown[0]!r}; the corpus has the domains {', '.join(names)}"
         )
     if missing:
-        raise CorpusError(f"--mixture says nothing of {missing[0]!r}; {missing[0]}=0 leaves it out")
+        raise UserError(f"--mixture says nothing of {missing[0]!r}; {missing[0]}=0 leaves it out")
     for name, count in zip(names, tokens, strict=True):
         if mixture[name] and not count:
-            raise CorpusError(f"--mixture asks for {name!r}, of which the corpus has no token")
+            raise UserError(f"--mixture asks for {name!r}, of which the corpus has no token")
     total = sum(mixture.values())
     return [mixture[name] / total for name in names]
 
@@ -169,13 +169,13 @@ def make_document_list(
     """
     path = Path(output)
     if path.suffix != ".npy":
-        raise CorpusError(f"--output {path}: the list is a .npy file; name it {path}.npy")
+        raise UserError(f"--output {path}: the list is a .npy file; name it {path}.npy")
     if not 0 < short_weight <= 1:
-        raise CorpusError(f"--short-weight {short_weight}: expected above 0 and at most 1")
+        raise UserError(f"--short-weight {short_weight}: expected above 0 and at most 1")
     with locked(Path(f"{path}.lock"), output=path):
         for existing in (path, path.with_suffix(".json")):
             if existing.exists() and not overwrite:
-                raise CorpusError(f"{existing} exists; choose another --output or --overwrite")
+                raise UserError(f"{existing} exists; choose another --output or --overwrite")
         ids, described = _drawn(
             prefix,
             tokens=tokens,
@@ -205,7 +205,7 @@ def _drawn(
     held = np.bincount(domains, weights=lengths, minlength=len(names)).astype(np.int64)
     wanted = int(lengths.sum()) if tokens is None else tokens
     if wanted < 1:
-        raise CorpusError(f"--tokens {wanted}: expected at least 1, from a corpus with tokens")
+        raise UserError(f"--tokens {wanted}: expected at least 1, from a corpus with tokens")
     ids = upsample(
         lengths,
         domains,
@@ -216,7 +216,7 @@ def _drawn(
         seed=seed,
     )
     if not len(ids):
-        raise CorpusError(
+        raise UserError(
             f"--tokens {wanted} is too little to draw a single document; ask for more (the corpus "
             f"has {lengths.sum()} tokens in {len(lengths)} documents)"
         )
@@ -242,12 +242,12 @@ def read_document_list(path: str | Path, prefix: str | Path) -> np.ndarray:
     A list that was saved by hand has no `.json` beside it that says what corpus it is for.
 
     Raises:
-        CorpusError: it is no list of documents, is empty, or was made for another corpus.
+        UserError: it is no list of documents, is empty, or was made for another corpus.
     """
     path, what = Path(path), "--document-list"
     ids = map_ids(path, what=what, remedy=_ANEW)
     if not len(ids):
-        raise CorpusError(f"{what} {path} is empty; {_ANEW}")
+        raise UserError(f"{what} {path} is empty; {_ANEW}")
     beside = path.with_suffix(".json")
     if beside.exists():
         _require_made_for(prefix, beside, what=f"{what} {path}", documents=len(ids))
@@ -263,17 +263,17 @@ def _require_made_for(prefix: str | Path, beside: Path, *, what: str, documents:
             described[name] for name in ("format", "corpus", "index_sha256", "documents")
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorpusError(
+        raise UserError(
             f"{what}: {beside} does not describe a list ({type(error).__name__}: {error}); {_ANEW}"
         ) from error
     if form != FORMAT:
-        raise CorpusError(f"{what}: {beside} has the format {form!r}, not {FORMAT!r}; {_ANEW}")
+        raise UserError(f"{what}: {beside} has the format {form!r}, not {FORMAT!r}; {_ANEW}")
     if digest != _sha256(idx_path(prefix)):
-        raise CorpusError(
+        raise UserError(
             f"{what} was made for {corpus}, whose index differs from that of {prefix}; {_ANEW}"
         )
     if count != documents:
-        raise CorpusError(
+        raise UserError(
             f"{what} holds {documents} ids, but {beside} speaks of {count}: the files do not "
             f"belong together; {_ANEW}"
         )
@@ -316,12 +316,12 @@ def _shares(
 def _write(path: Path, ids: np.ndarray, described: DocumentList) -> None:
     header = np.lib.format.header_data_from_array_1_0(ids)
     try:
-        with replacing(path) as stream, replacing_text(path.with_suffix(".json")) as beside:
+        with atomic_write(path) as stream, atomic_write_text(path.with_suffix(".json")) as beside:
             beside.write(json.dumps(asdict(described), indent=1))
             np.lib.format.write_array_header_1_0(stream, header)
             stream.write(ids.data)
     except OSError as error:
-        raise CorpusError(f"{path} cannot be written: {error.strerror}") from error
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _sha256(path: Path) -> str:

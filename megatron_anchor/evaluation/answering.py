@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.haystack import measure
 from megatron_anchor.evaluation.material import Draft, Material
 from megatron_anchor.evaluation.question_files import Question
@@ -23,11 +23,11 @@ def draft_answering(
     """Make a prompt; where a document does not fit whole, it is cut at a word.
 
     Raises:
-        EvaluationError: if there are no questions.
+        UserError: if there are no questions.
     """
     assert depth is None
     if not material.questions:
-        raise EvaluationError("task qa needs questions: give --qa-file")
+        raise UserError("task qa needs questions: give --qa-file")
     question = _choose(material, rng, length)
     others = _others(material, rng, question.documents, length)
     haystack = measure(f" {_END} ".join(others), material.tokenizer, length=length)
@@ -63,7 +63,7 @@ def _others(material: Material, rng: random.Random, own: tuple[str, ...], length
     pool = dict.fromkeys(d for question in material.questions for d in question.documents)
     documents = [text.replace(_END, "") for text in pool if text not in own]
     if not documents:
-        raise EvaluationError(
+        raise UserError(
             f"--qa-file: no document but those of {own[0][:40]!r} ...; give more questions"
         )
     rng.shuffle(documents)

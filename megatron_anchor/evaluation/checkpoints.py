@@ -14,10 +14,10 @@ from pathlib import Path
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.torch_dist_reader import iteration_folder
 from megatron_anchor.compat import TRACKER
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.fingerprint import fingerprint
 from megatron_anchor.terminal import logger_of
-from megatron_anchor.whole_files import replacing_text
+from megatron_anchor.whole_files import atomic_write_text
 
 EXPORTS = "exports"
 """Folder under the output for Megatron checkpoints as Hugging Face models."""
@@ -46,15 +46,13 @@ def split_label(word: str) -> tuple[str | None, Path]:
     """Split ``LABEL=DIR``; an existing path is never split.
 
     Raises:
-        EvaluationError: for a label that cannot be a part of a file's name.
+        UserError: for a label that cannot be a part of a file's name.
     """
     if "=" not in word or Path(word).exists():
         return None, Path(word)
     label, _, path = word.partition("=")
     if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", label):
-        raise EvaluationError(
-            f"{word}: a label has letters, digits, spaces and . + - _, got {label!r}"
-        )
+        raise UserError(f"{word}: a label has letters, digits, spaces and . + - _, got {label!r}")
     return label, Path(path)
 
 
@@ -65,18 +63,18 @@ def find_checkpoints(words: Sequence[str]) -> list[Checkpoint]:
         words: ``[LABEL=]DIR``; those without a label are one group.
 
     Raises:
-        EvaluationError: if there is no checkpoint, or one is named twice.
+        UserError: if there is no checkpoint, or one is named twice.
     """
     given = [(label, _source(path)) for label, path in map(split_label, words)]
     seen: set[tuple[str | None, Path]] = set()
     for label, path in given:
         if (label, path.resolve()) in seen:
-            raise EvaluationError(f"--checkpoints names {path} twice")
+            raise UserError(f"--checkpoints names {path} twice")
         seen.add((label, path.resolve()))
     bare = [path for label, path in given if label is None]
     default = _default_label(bare)
     if default in {label for label, _ in given}:
-        raise EvaluationError(
+        raise UserError(
             f"--checkpoints: {default!r} names a group, and the checkpoints without a label would "
             "be called so too; give them one: LABEL=DIR"
         )
@@ -90,12 +88,12 @@ def find_checkpoints(words: Sequence[str]) -> list[Checkpoint]:
 
 def _source(path: Path) -> Path:
     if not path.is_dir():
-        raise EvaluationError(f"--checkpoints {path}: there is no such folder")
+        raise UserError(f"--checkpoints {path}: there is no such folder")
     if (path / "config.json").is_file():
         return path
     is_run = (path / TRACKER).is_file() or (path / "metadata.json").is_file()
     if not is_run:
-        raise EvaluationError(
+        raise UserError(
             f"--checkpoints {path}: neither a Hugging Face model (config.json) nor a Megatron "
             f"checkpoint ({TRACKER} of a run, or an iter_ folder's metadata.json)"
         )
@@ -136,7 +134,7 @@ def hugging_face_folder(
     An export is used again while the checkpoint's files are the same.
 
     Raises:
-        CheckpointError: if it cannot be exported.
+        UserError: if it cannot be exported.
     """
     if not checkpoint.is_megatron:
         return checkpoint.source
@@ -160,7 +158,7 @@ def hugging_face_folder(
     done = convert_to_hugging_face(source, target, like=like, progress=progress)
     for told in done.notes:
         logger_of(__name__).info("%s: %s", source, told)
-    with replacing_text(note) as stream:
+    with atomic_write_text(note) as stream:
         stream.write(json.dumps(made_of))
     return target
 
@@ -169,10 +167,10 @@ def digest_of_model(folder: Path) -> str:
     """Tell models apart by config.json and a look at every weight file.
 
     Raises:
-        EvaluationError: if there are no weights.
+        UserError: if there are no weights.
     """
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
     if not files:
-        raise EvaluationError(f"{folder} has no weights ({' or '.join(_WEIGHTS)})")
+        raise UserError(f"{folder} has no weights ({' or '.join(_WEIGHTS)})")
     parts = [fingerprint(folder / "config.json"), *map(fingerprint, files)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

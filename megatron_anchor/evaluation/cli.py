@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.command_line import make_parser
 from megatron_anchor.compat import quiet_imports_without_gpu
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.models import DTYPES, Placement
 from megatron_anchor.terminal import say, say_block, say_json
+from megatron_anchor.whole_files import atomic_write_text
 
 TABLES = "results.md"
 
@@ -77,53 +77,47 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, evaluate, write, print; 2 with a message where something is wrong."""
+    """Parse, evaluate, write, print."""
     args = parser().parse_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     quiet_imports_without_gpu()
+    _check(args)
     try:
-        _check(args)
         results = _saved(args) if args.plot else _evaluated(args)
-        _write(args, results)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stdout = None
-        return 1
-    except (EvaluationError, CheckpointError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+        say("finished samples are kept: the same command goes on from there", file=sys.stderr)
+        raise
+    _write(args, results)
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
     if bool(args.checkpoints) == bool(args.plot):
-        raise EvaluationError("give --checkpoints to evaluate, or --plot to compare saved results")
+        raise UserError("give --checkpoints to evaluate, or --plot to compare saved results")
     for flag in ("num_samples", "batch_size"):
         if getattr(args, flag) < 1:
             name = flag.replace("_", "-")
-            raise EvaluationError(f"--{name} {getattr(args, flag)}: expected 1 or more")
+            raise UserError(f"--{name} {getattr(args, flag)}: expected 1 or more")
     for length in args.seq_lengths:
         if length < 2:
-            raise EvaluationError(f"--seq-lengths {length}: expected 2 or more")
+            raise UserError(f"--seq-lengths {length}: expected 2 or more")
     for depth in args.depths:
         if not 0 <= depth <= 100:
-            raise EvaluationError(f"--depths {depth:g}: expected percent, 0 to 100")
+            raise UserError(f"--depths {depth:g}: expected percent, 0 to 100")
     if len(args.depths) > args.num_samples:
-        raise EvaluationError(
+        raise UserError(
             f"--depths has {len(args.depths)} values for --num-samples {args.num_samples}: samples "
             "take them in turn, so give at least as many samples"
         )
     if args.perplexity != bool(args.text):
-        raise EvaluationError("--perplexity needs --text FILE_OR_GLOB ..., and --text --perplexity")
+        raise UserError("--perplexity needs --text FILE_OR_GLOB ..., and --text --perplexity")
     if args.engine == "lm-eval":
         given = {"--depths": args.depths, "--haystack": args.haystack, "--qa-file": args.qa_file}
         for flag, value in given.items():
             if value:
-                raise EvaluationError(f"{flag}: lm-eval has its own texts; leave it out")
+                raise UserError(f"{flag}: lm-eval has its own texts; leave it out")
         if args.first_token != "auto":
-            raise EvaluationError("--first-token: lm-eval decides that itself; leave it out")
+            raise UserError("--first-token: lm-eval decides that itself; leave it out")
 
 
 def _saved(args: argparse.Namespace) -> dict[str, Any]:
@@ -172,7 +166,7 @@ def _tasks(args: argparse.Namespace) -> list[str]:
 
     if args.tasks == ["none"]:
         if not args.perplexity:
-            raise EvaluationError("--tasks none leaves nothing to do without --perplexity")
+            raise UserError("--tasks none leaves nothing to do without --perplexity")
         return []
     # The harness downloads questions of its own.
     return choose_tasks(args.tasks, has_questions=bool(args.qa_file) or args.engine == "lm-eval")
@@ -187,7 +181,8 @@ def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_results(folder / RESULTS, results)
     told = as_markdown(results)
-    (folder / TABLES).write_text(told, encoding="utf-8")
+    with atomic_write_text(folder / TABLES) as stream:
+        stream.write(told)
     say_json(results) if args.json else say_block(told)
     sys.stdout.flush()
     for path in draw_all(folder, results):

@@ -10,13 +10,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation import harness, perplexity
 from megatron_anchor.evaluation.checkpoints import (
     Checkpoint,
     digest_of_model,
     hugging_face_folder,
 )
-from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.generation import Generator
 from megatron_anchor.evaluation.haystack import digest_of
 from megatron_anchor.evaluation.material import Material
@@ -100,7 +100,7 @@ def evaluate(asked: Evaluation, checkpoints: Sequence[Checkpoint]) -> list[Evalu
     """Evaluate all; what was finished before is not done again.
 
     Raises:
-        EvaluationError: for settings that cannot be served, before the first model is loaded where
+        UserError: for settings that cannot be served, before the first model is loaded where
             that can be known.
     """
     if asked.engine == "lm-eval":
@@ -244,7 +244,7 @@ class _Ready:
             found = [r for r in harness.run_harness(model, job, task) if key_of(r) in wanted]
             missing = sum(key[1] == task for key in todo) - len(found)
             if missing:
-                raise EvaluationError(f"lm-eval's task {task} gave {missing} results too few")
+                raise UserError(f"lm-eval's task {task} gave {missing} results too few")
             yield found
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 
 TOLERANCE = 1000
 """The search ends where less than 1 / TOLERANCE of the length is missing."""
 _SECANTS = 6  # steps by estimate; then halves, which always end
 
 
-class TooShortError(EvaluationError):
+class TooShortError(UserError):
     """Even the smallest prompt is longer than asked; `least` is its number of tokens."""
 
     def __init__(self, least: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.tasks import Sample
 from megatron_anchor.evaluation.tokens import PromptTokenizer
 
@@ -37,7 +37,7 @@ class Generator:
         alone.
 
         Raises:
-            EvaluationError: if the model and the tokenizer do not belong together, or the memory
+            UserError: if the model and the tokenizer do not belong together, or the memory
                 does not suffice.
         """
         import torch
@@ -45,7 +45,7 @@ class Generator:
         rows = [sample.ids for sample in samples]
         largest = max(max(row) for row in rows)
         if largest >= self.vocabulary:
-            raise EvaluationError(
+            raise UserError(
                 f"the tokenizer gives the id {largest}, but the model has {self.vocabulary} "
                 "embeddings: give the model's own tokenizer with --tokenizer"
             )
@@ -62,7 +62,7 @@ class Generator:
                     max_new_tokens=samples[0].new_tokens,
                 )
         except torch.OutOfMemoryError as error:
-            raise EvaluationError(
+            raise UserError(
                 f"out of memory with {len(rows)} prompts of {longest} tokens: give a smaller "
                 f"--batch-size, or shorter --seq-lengths ({error})"
             ) from error

@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_anchor.checkpoint.model_folder import own_code
 from megatron_anchor.checkpoint.pretrained import check_weights
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation import scoring
-from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.models import Placement
 from megatron_anchor.terminal import logger_of
 
@@ -99,16 +99,16 @@ def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
     """Check that the harness is there and can do what is asked.
 
     Raises:
-        EvaluationError: saying what to install or to change.
+        UserError: saying what to install or to change.
     """
     others = [length for length in lengths if length not in LENGTHS]
     if others:
-        raise EvaluationError(
+        raise UserError(
             f"--seq-lengths {others[0]}: the harness' ruler tasks have scores for "
             f"{', '.join(map(str, LENGTHS))} alone; --engine hf takes any length"
         )
     if num_samples > PROMPTS:
-        raise EvaluationError(
+        raise UserError(
             f"--num-samples {num_samples}: the harness' ruler tasks have {PROMPTS} for each length"
         )
     try:
@@ -116,18 +116,18 @@ def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
         import nltk  # noqa: F401
         import wonderwords  # noqa: F401
     except ImportError as error:
-        raise EvaluationError(f"--engine lm-eval: {error}; {INSTALL}") from error
+        raise UserError(f"--engine lm-eval: {error}; {INSTALL}") from error
 
 
 def check_code(job: HarnessJob) -> None:
     """Check that no folder asks for code of its own: the harness' RULER tasks would run it.
 
     Raises:
-        EvaluationError: naming the file.
+        UserError: naming the file.
     """
     for folder in (job.tokenizer, job.folder):
         if name := own_code(folder):
-            raise EvaluationError(
+            raise UserError(
                 f"{folder / name} has an auto_map: lm-eval's RULER tasks would run the folder's "
                 "own Python code; remove it from a copy, or use --engine hf, which never runs it"
             )
@@ -137,8 +137,8 @@ def load_harness_model(job: HarnessJob) -> Any:
     """Load the model as the harness does.
 
     Raises:
-        EvaluationError: if it does not load, or lm-eval would run code of its folder.
-        CheckpointError: if its weights are damaged or hold code.
+        UserError: if it does not load, or lm-eval would run code of its folder.
+        UserError: if its weights are damaged or hold code.
     """
     check_code(job)
     check_weights(job.folder)
@@ -147,14 +147,14 @@ def load_harness_model(job: HarnessJob) -> Any:
     try:
         return HFLM(**job.model_arguments())
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise EvaluationError(f"{job.folder} does not load in lm-eval: {error}") from error
+        raise UserError(f"{job.folder} does not load in lm-eval: {error}") from error
 
 
 def run_harness(model: Any, job: HarnessJob, task: str) -> Iterator[dict[str, Any]]:
     """Run one of the harness' tasks at all lengths; yield a record for each sample.
 
     Raises:
-        EvaluationError: if the task fails, as without a network.
+        UserError: if the task fails, as without a network.
     """
     from lm_eval import simple_evaluate
 
@@ -163,7 +163,7 @@ def run_harness(model: Any, job: HarnessJob, task: str) -> Iterator[dict[str, An
     except Exception as error:  # of the harness, of datasets, of urllib ...
         logger_of(__name__).debug("lm-eval", exc_info=True)
         hint = " (it downloads its texts, which needs a network)" if task in DOWNLOADS else ""
-        raise EvaluationError(
+        raise UserError(
             f"lm-eval's task {task} failed{hint}: {type(error).__name__}: {error}"
         ) from error
     assert results is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.tokens import PromptTokenizer
 
 NOISE = (
@@ -141,15 +141,15 @@ def read_essays(path: str | Path) -> str:
     """Read a text file to hide needles in; white space becomes single spaces.
 
     Raises:
-        EvaluationError: if it cannot be read or has too little text.
+        UserError: if it cannot be read or has too little text.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"--haystack {path}: {error}") from error
+        raise UserError(f"--haystack {path}: {error}") from error
     words = text.split()
     if len(words) < _LEAST_WORDS:
-        raise EvaluationError(
+        raise UserError(
             f"--haystack {path} has {len(words)} words; expected {_LEAST_WORDS} or more"
         )
     return " ".join(words)

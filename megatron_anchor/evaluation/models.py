@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -28,7 +28,7 @@ class Placement:
         """Put what this machine has in the place of ``auto``.
 
         Raises:
-            EvaluationError: if CUDA is asked for and missing.
+            UserError: if CUDA is asked for and missing.
         """
         import torch
 
@@ -36,7 +36,7 @@ class Placement:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         elif device == "cuda" and not torch.cuda.is_available():
-            raise EvaluationError("--device cuda: torch sees no CUDA device; try --device cpu")
+            raise UserError("--device cuda: torch sees no CUDA device; try --device cpu")
         dtype = self.dtype
         if dtype == "auto":
             dtype = "bfloat16" if device == "cuda" else "float32"
@@ -47,15 +47,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read a model's config.json.
 
     Raises:
-        EvaluationError: if it is missing or no JSON object.
+        UserError: if it is missing or no JSON object.
     """
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise EvaluationError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     if not isinstance(config, dict):
-        raise EvaluationError(f"{path} holds {type(config).__name__}, expected a JSON object")
+        raise UserError(f"{path} holds {type(config).__name__}, expected a JSON object")
     return config
 
 
@@ -66,7 +66,7 @@ def check_positions(folder: Path, lengths: Sequence[int], *, allow_longer: bool)
         A note where longer ones are allowed and asked for.
 
     Raises:
-        EvaluationError: if a length is beyond ``max_position_embeddings``.
+        UserError: if a length is beyond ``max_position_embeddings``.
     """
     most = read_config(folder).get("max_position_embeddings")
     beyond = [length for length in lengths if isinstance(most, int) and length > most]
@@ -78,14 +78,14 @@ def check_positions(folder: Path, lengths: Sequence[int], *, allow_longer: bool)
     )
     if allow_longer:
         return f"{told}: scores there show what happens beyond training"
-    raise EvaluationError(f"{told}; leave these out, or give --allow-longer to see what happens")
+    raise UserError(f"{told}; leave these out, or give --allow-longer to see what happens")
 
 
 def load_model(folder: Path, placement: Placement) -> Any:
     """Load a causal language model; `placement` is a resolved one.
 
     Raises:
-        CheckpointError: if it does not load.
+        UserError: if it does not load.
     """
     import torch
     from transformers.utils import logging

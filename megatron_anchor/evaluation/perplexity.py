@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.haystack import digest_of
 from megatron_anchor.evaluation.tokens import PromptTokenizer
 
@@ -51,23 +51,23 @@ def read_texts(patterns: Sequence[str]) -> list[Text]:
     """Read text files, named or by patterns such as ``texts/*.txt``.
 
     Raises:
-        EvaluationError: if none is found, or one is unreadable or empty.
+        UserError: if none is found, or one is unreadable or empty.
     """
     paths: dict[str, None] = {}
     for pattern in patterns:
         named = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         files = [path for path in named if Path(path).is_file()]
         if not files:
-            raise EvaluationError(f"--text {pattern}: no such file")
+            raise UserError(f"--text {pattern}: no such file")
         paths.update(dict.fromkeys(files))
     texts: dict[str, Text] = {}  # by content: a copy under another name would count twice
     for path in paths:
         try:
             content = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise EvaluationError(f"--text {path}: {error}") from error
+            raise UserError(f"--text {path}: {error}") from error
         if not content.strip():
-            raise EvaluationError(f"--text {path} is empty")
+            raise UserError(f"--text {path} is empty")
         texts.setdefault(content, Text(path, content))
     return list(texts.values())
 
@@ -84,17 +84,17 @@ def windows(
         most: windows in all.
 
     Raises:
-        EvaluationError: for a length or a text with nothing to predict.
+        UserError: for a length or a text with nothing to predict.
     """
     room = length - len(tokenizer.first)
     if texts and room < 1:
-        raise EvaluationError(
+        raise UserError(
             f"--seq-lengths {length}: no room for text behind the first tokens {tokenizer.first}"
         )
     encoded = [(text, tokenizer.encode_text(text.content)) for text in texts]
     for text, ids in encoded:
         if len(tokenizer.first) + len(ids) < 2:
-            raise EvaluationError(
+            raise UserError(
                 f"--text {text.path} has {len(ids)} token(s) and none before them: there is "
                 "nothing to predict; give a longer text"
             )

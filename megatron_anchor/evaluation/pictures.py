@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.published import mean_name
 from megatron_anchor.evaluation.report import lengths_of, short_length
 from megatron_anchor.evaluation.summary import Group
@@ -24,7 +24,7 @@ def draw_all(folder: Path, results: Mapping[str, Any]) -> list[Path]:
         The PNG files written.
 
     Raises:
-        EvaluationError: matplotlib is not installed.
+        UserError: matplotlib is not installed.
     """
     groups: Mapping[str, Group] = results["groups"]
     written = []
@@ -46,7 +46,7 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise EvaluationError("pictures need matplotlib: pip install matplotlib") from error
+        raise UserError("pictures need matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

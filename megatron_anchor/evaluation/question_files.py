@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 
 FORMS = (
     "expected SQuAD's JSON ({\"data\": [...]}), HotpotQA's (a list of objects with question, "
@@ -30,13 +30,13 @@ def read_questions(path: str | Path) -> list[Question]:
     """Read a file.
 
     Raises:
-        EvaluationError: naming the place in the file.
+        UserError: naming the place in the file.
     """
     path = Path(path)
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"--qa-file {path}: {error}") from error
+        raise UserError(f"--qa-file {path}: {error}") from error
     try:
         whole = json.loads(content)
     except ValueError:
@@ -44,7 +44,7 @@ def read_questions(path: str | Path) -> list[Question]:
     else:
         found = list(_whole(path, whole))
     if len(found) < 2 or len({d for question in found for d in question.documents}) < 2:
-        raise EvaluationError(
+        raise UserError(
             f"--qa-file {path}: {len(found)} question(s) with an answer; at least two with "
             f"different documents are needed, since those of the others are the haystack; {FORMS}"
         )
@@ -61,9 +61,7 @@ def _whole(path: Path, whole: Any) -> Iterator[Question]:
         else:  # a file of one line
             yield _entry(whole, f"{path}, line 1")
     except (KeyError, TypeError, AttributeError) as error:
-        raise EvaluationError(
-            f"--qa-file {path}: {type(error).__name__} {error}; {FORMS}"
-        ) from error
+        raise UserError(f"--qa-file {path}: {type(error).__name__} {error}; {FORMS}") from error
 
 
 def _squad(whole: dict[str, Any], path: Path) -> Iterator[Question]:
@@ -94,13 +92,13 @@ def _lines(path: Path, content: str) -> Iterator[Question]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise EvaluationError(f"--qa-file {place}: no JSON ({error}); {FORMS}") from error
+            raise UserError(f"--qa-file {place}: no JSON ({error}); {FORMS}") from error
         yield _entry(entry, place)
 
 
 def _entry(entry: Any, place: str) -> Question:
     if not isinstance(entry, dict):
-        raise EvaluationError(f"--qa-file {place}: {type(entry).__name__}, not an object; {FORMS}")
+        raise UserError(f"--qa-file {place}: {type(entry).__name__}, not an object; {FORMS}")
     question = _texts(entry, place, "question")[0]
     answers = _texts(entry, place, "answers", "answer")
     documents = _texts(entry, place, "documents", "context")
@@ -114,7 +112,7 @@ def _texts(entry: dict[str, Any], place: str, *names: str) -> list[str]:
     values: Any = [given] if isinstance(given, str) else given
     texts = isinstance(values, list) and values and all(isinstance(v, str) for v in values)
     if not texts or not all(value.strip() for value in values):
-        raise EvaluationError(f"--qa-file {place}: {name} is {given!r}, expected text; {FORMS}")
+        raise UserError(f"--qa-file {place}: {name} is {given!r}, expected text; {FORMS}")
     return values
 
 

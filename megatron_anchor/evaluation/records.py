@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import logger_of
-from megatron_anchor.whole_files import replacing
+from megatron_anchor.whole_files import atomic_write
 
 Key = tuple[Any, ...]
 
@@ -37,7 +37,7 @@ class Records:
             resume: False: refuse a file that has results.
 
         Raises:
-            EvaluationError: if it belongs to other settings, is damaged, or in use.
+            UserError: if it belongs to other settings, is damaged, or in use.
         """
         self.path = path
         self._settings = json.loads(json.dumps(settings))
@@ -49,7 +49,7 @@ class Records:
             self._lock()
             self.found = self._read()
             if self.found and not resume:
-                raise EvaluationError(
+                raise UserError(
                     f"--no-resume: {path} has {len(self.found)} results; remove it, or name "
                     "another --output-dir"
                 )
@@ -79,14 +79,14 @@ class Records:
         os.fsync(self._stream.fileno())
 
     def _begin(self) -> None:
-        with replacing(self.path) as stream:
+        with atomic_write(self.path) as stream:
             stream.write(_line({"settings": self._settings}))
 
     def _lock(self) -> None:
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise EvaluationError(f"{self.path} is being written by another evaluation") from error
+            raise UserError(f"{self.path} is being written by another evaluation") from error
 
     def _read(self) -> dict[Key, dict[str, Any]]:
         content = self._stream.read()
@@ -129,13 +129,13 @@ class Records:
             if before.get(name) != now.get(name)
         ]
         if different:
-            raise EvaluationError(
+            raise UserError(
                 f"{self.path} belongs to other settings (there -> now): {'; '.join(different)}. "
                 "Name another --output-dir, or give the same settings"
             )
 
-    def _damaged(self, number: int, what: str) -> EvaluationError:
-        return EvaluationError(
+    def _damaged(self, number: int, what: str) -> UserError:
+        return UserError(
             f"{self.path}, line {number}: damaged ({what}); remove that line to make its result "
             "again, or the file to begin anew"
         )

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.evaluate import Evaluated
 from megatron_anchor.evaluation.published import mean_note, score_notes
-from megatron_anchor.whole_files import replacing_text
+from megatron_anchor.whole_files import atomic_write_text
 
 RESULTS = "results.json"
 
@@ -140,7 +140,7 @@ def _bucket_totals(member: Evaluated) -> tuple[list[float], list[int]]:
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write JSON, whole or not at all."""
-    with replacing_text(path) as stream:
+    with atomic_write_text(path) as stream:
         stream.write(json.dumps(results, indent=1) + "\n")
 
 
@@ -151,7 +151,7 @@ def read_results(folders: Sequence[tuple[str | None, Path]]) -> dict[str, Any]:
         folders: label (None: those of the file), and a results folder or its JSON file.
 
     Raises:
-        EvaluationError: for a missing or damaged file, or two groups of one name.
+        UserError: for a missing or damaged file, or two groups of one name.
     """
     groups: dict[str, Group] = {}
     for label, folder in folders:
@@ -164,18 +164,18 @@ def read_results(folders: Sequence[tuple[str | None, Path]]) -> dict[str, Any]:
                     group["mean_note"] = mean_note(group["settings"][0])
                     group["score_notes"] = score_notes(group["settings"][0])
         except OSError as error:
-            raise EvaluationError(
+            raise UserError(
                 f"--plot {folder}: no {RESULTS} of a finished evaluation ({error})"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EvaluationError(
+            raise UserError(
                 f"{path} is damaged ({type(error).__name__}: {error}); run the evaluation again: "
                 "what was finished is kept"
             ) from error
         for name, group in found.items():
             called = name if label is None else label if len(found) == 1 else f"{label} {name}"
             if called in groups:
-                raise EvaluationError(
+                raise UserError(
                     f"--plot: {called!r} is a group of two results; name them: LABEL=DIR"
                 )
             groups[called] = group

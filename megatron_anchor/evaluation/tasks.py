@@ -11,9 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation import scoring
 from megatron_anchor.evaluation.answering import draft_answering
-from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.fitting import TooShortError, largest_fitting
 from megatron_anchor.evaluation.material import Draft, Material
 from megatron_anchor.evaluation.needles import NeedleTask
@@ -96,7 +96,7 @@ def choose_tasks(names: Sequence[str], *, has_questions: bool) -> list[str]:
     """Resolve ``--tasks``; names may be joined by commas.
 
     Raises:
-        EvaluationError: for an unknown name, with the nearest one.
+        UserError: for an unknown name, with the nearest one.
     """
     found: dict[str, None] = {}
     for name in [part.strip() for word in names for part in word.split(",") if part.strip()]:
@@ -107,13 +107,11 @@ def choose_tasks(names: Sequence[str], *, has_questions: bool) -> list[str]:
         else:
             near = difflib.get_close_matches(name, [*TASKS, ALL], 1, 0.5)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise EvaluationError(
-                f"--tasks {name}: {hint}there are {ALL} (all), {', '.join(TASKS)}"
-            )
+            raise UserError(f"--tasks {name}: {hint}there are {ALL} (all), {', '.join(TASKS)}")
     if not found:
-        raise EvaluationError(f"--tasks names none; there are {ALL} (all), {', '.join(TASKS)}")
+        raise UserError(f"--tasks names none; there are {ALL} (all), {', '.join(TASKS)}")
     if "qa" in found and not has_questions:
-        raise EvaluationError("--tasks qa needs questions: give --qa-file")
+        raise UserError("--tasks qa needs questions: give --qa-file")
     return list(found)
 
 
@@ -137,7 +135,7 @@ def make_sample(
         depths: of the asked needle, taken in turn; none: at random. Other tasks ignore them.
 
     Raises:
-        EvaluationError: if the task cannot be that short; it says how long it must be.
+        UserError: if the task cannot be that short; it says how long it must be.
     """
     task = TASKS[name]
     draft, depth = _draft(material, name, length, index, seed, depths)
@@ -173,7 +171,7 @@ def check_length(material: Material, name: str, *, length: int, samples: int, se
     """Check that all samples of a task can be so short, before a model is loaded.
 
     Raises:
-        EvaluationError: saying the least length.
+        UserError: saying the least length.
     """
     least = 0
     for index in range(samples):
@@ -192,8 +190,8 @@ def _draft(
     return task.draft(material, rng, length=length, depth=depth), depth
 
 
-def _too_short(name: str, length: int, least: int) -> EvaluationError:
-    return EvaluationError(
+def _too_short(name: str, length: int, least: int) -> UserError:
+    return UserError(
         f"--seq-lengths {length}: {name} needs at least {least} tokens with this tokenizer, its "
         f"{TASKS[name].new_tokens} tokens for the answer included"
     )

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from megatron_anchor.checkpoint import pretrained, tokenizer_files
 from megatron_anchor.checkpoint.model_folder import own_code
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 
 _PROBES = ("a", " a", "Hello,  world", "x = 1\n    y\n\n", "\n The  end. ")
 
@@ -31,11 +30,11 @@ class PromptTokenizer:
                 or a token id.
 
         Raises:
-            EvaluationError: if there is no tokenizer, or not that token.
-            CheckpointError: if it does not load.
+            UserError: if there is no tokenizer, or not that token.
+            UserError: if it does not load.
         """
         if not tokenizer_files.has_tokenizer(folder):
-            raise EvaluationError(
+            raise UserError(
                 f"{folder} has no tokenizer ({', '.join(tokenizer_files.VOCABULARIES)}); name a "
                 "folder that has it with --tokenizer"
             )
@@ -83,10 +82,10 @@ class PromptTokenizer:
         """Refuse a tokenizer that transformers, and with it lm-eval, reads in another way.
 
         Raises:
-            EvaluationError: it does not load there, gives other ids, or brings code of its own.
+            UserError: it does not load there, gives other ids, or brings code of its own.
         """
         if own_code(self.folder):
-            raise EvaluationError(
+            raise UserError(
                 f"{self.folder}: the tokenizer names code of its own (auto_map), which lm-eval's "
                 "tasks would run; take --engine hf, which runs none"
             )
@@ -94,14 +93,14 @@ class PromptTokenizer:
         try:
             library = pretrained.load_tokenizer(self.folder)
         except Exception as error:  # tokenizers raises bare Exception
-            raise EvaluationError(
+            raise UserError(
                 f"{self.folder}: its tokenizer does not load in transformers, which lm-eval uses "
                 f"({error}); {remedy}"
             ) from error
         for text in _PROBES:
             theirs = library(text, add_special_tokens=False)["input_ids"]
             if theirs != self.encode_text(text):
-                raise EvaluationError(
+                raise UserError(
                     f"{self.folder}: transformers, which lm-eval uses, gives {text!r} the ids "
                     f"{theirs}, and corpora are made with {self.encode_text(text)}; {remedy}"
                 )
@@ -113,17 +112,15 @@ class PromptTokenizer:
             return list(self._facts.prefix)
         if wanted.isdecimal():
             if int(wanted) >= self._facts.vocab_size:
-                raise EvaluationError(
+                raise UserError(
                     f"--first-token {wanted}: the tokenizer has {self._facts.vocab_size} tokens"
                 )
             return [int(wanted)]
         if wanted not in ("bos", "eos"):
-            raise EvaluationError(
-                f"--first-token {wanted}: expected auto, none, bos, eos or a token id"
-            )
+            raise UserError(f"--first-token {wanted}: expected auto, none, bos, eos or a token id")
         found = self.bos_id if wanted == "bos" else self.eos_id
         if found is None:
-            raise EvaluationError(
+            raise UserError(
                 f"--first-token {wanted}: {self.folder} has no {wanted} token; give its id, or "
                 "`none`"
             )
@@ -138,8 +135,6 @@ def _loaded(folder: Path, *, affixes: bool) -> Tokenizer:
     )
     try:
         return load_tokenizer(config)
-    except CorpusError as error:
+    except UserError as error:
         remedy = "; --first-token none, bos, eos or an id does without it" if affixes else ""
-        raise EvaluationError(
-            f"{folder}: its tokenizer cannot be used ({error}){remedy}"
-        ) from error
+        raise UserError(f"{folder}: its tokenizer cannot be used ({error}){remedy}") from error

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_anchor.packing.statistics import segment_lengths
+from megatron_anchor.errors import UserError
 
 LINEAR_WORK = 12
 """Linear work of a slot in units of l^2, a hidden size: a layer's matrix products take about
@@ -133,13 +133,13 @@ class BalancedDataset(torch.utils.data.Dataset):
         settings: sizes.
 
     Raises:
-        ValueError: the global batch is no multiple of ranks x micro-batch size.
+        UserError: the global batch is no multiple of ranks x micro-batch size.
     """
 
     def __init__(self, dataset: Any, settings: Balancing) -> None:
         step = settings.ranks * settings.micro_batch_size
         if settings.global_batch_size % step:
-            raise ValueError(
+            raise UserError(
                 f"--balance-attention-work: got a global batch of {settings.global_batch_size} "
                 f"samples, expected a multiple of {step} ({settings.ranks} data-parallel ranks x "
                 f"micro-batches of {settings.micro_batch_size})"
@@ -229,11 +229,8 @@ def sample_work(dataset: Any, idx: int, *, linear: float) -> float:
         inner = dataset.datasets[dataset.dataset_index[idx]]
         return sample_work(inner, int(dataset.dataset_sample_index[idx]), linear=linear)
     length = dataset.config.sequence_length
-    segments = segment_lengths(
-        dataset.pieces(idx),
-        sequence_length=length,
-        attention_pattern=dataset.config.attention_pattern,
-    )
+    slots = dataset.pieces(idx).slots
+    segments = dataset.config.pattern.segment_lengths(slots, sequence_length=length)
     pairs = dataset.config.attention_windows.pairs(segments)
     # Without windows this is the sum of l^2.
     return float(2 * pairs - segments.sum() + linear * length)

@@ -20,6 +20,7 @@ from megatron.core.datasets import blended_dataset as host
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.cache import load_or_build
 from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.patches import MEGATRON, Patch, instead
@@ -43,7 +44,7 @@ class BlendedDataset(host.BlendedDataset):
         config: Megatron's.
 
     Raises:
-        ValueError: no corpus has a document in this split.
+        UserError: no corpus has a document in this split.
     """
 
     config: Any
@@ -135,7 +136,7 @@ def _with_samples(
         return datasets, [1.0] * len(datasets)  # weights mean nothing, but must be above 0
     split = datasets[0].index_split
     if not used:
-        raise ValueError(
+        raise UserError(
             f"none of the {len(datasets)} corpora of the blend has a document with a token in the "
             f"{split.name} split; give it a larger share with --split, or name corpora for it: "
             "--train-data-path ... --valid-data-path ..."

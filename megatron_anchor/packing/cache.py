@@ -17,8 +17,9 @@ from typing import IO, Any
 
 import numpy as np
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import logger_of
-from megatron_anchor.whole_files import remove_abandoned, replacing
+from megatron_anchor.whole_files import atomic_write, remove_abandoned
 
 logger = logger_of(__name__)
 
@@ -64,7 +65,7 @@ def load_or_build(
         build: returns the arrays.
 
     Raises:
-        ValueError: the directory cannot be written.
+        UserError: the directory cannot be written.
     """
     paths = {name: Path(directory, f"{stem}-{name}.npy") for name in names}
     described = Path(directory, f"{stem}-description.json")
@@ -82,12 +83,12 @@ def load_or_build(
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         for name, path in paths.items():
-            with replacing(path) as stream:
+            with atomic_write(path) as stream:
                 _save(stream, arrays[name])
-        with replacing(described) as stream:
+        with atomic_write(described) as stream:
             stream.write(json.dumps(record, indent=4).encode())
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cannot write the packing index to {directory}: {error}; give a directory that can "
             "be written and has space with --data-cache-path (path_to_cache)"
         ) from error

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,11 @@ from megatron_anchor.compat import quiet_imports_without_gpu
 from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
 from megatron_anchor.corpus.manifest import read_manifest
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
-from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, PACKINGS, choose_anchor
-from megatron_anchor.terminal import say, say_block, say_json
+from megatron_anchor.errors import UserError
+from megatron_anchor.flags import add_flags
+from megatron_anchor.packing.anchor_token import choose_anchor
+from megatron_anchor.packing.settings import PackingSettings
+from megatron_anchor.terminal import say_block, say_json
 
 if TYPE_CHECKING:
     from megatron_anchor.packing.dataset import PackedDataset
@@ -36,23 +37,13 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prefix", help="the corpus, without .bin or .idx")
     add("--seq-length", type=int, required=True, help="slots of a sample")
-    add("--packing", choices=PACKINGS, default="concat")
-    add("--attention-pattern", choices=ATTENTION_PATTERNS, default="anchor")
-    add("--document-alignment", type=int, default=1, metavar="N")
     add("--document-list", metavar="FILE", help="documents of the epoch, with repetitions")
-    add("--domain-tags", action="store_true", help="needs the tokenizer")
-    add("--domain-tag-format", default="{domain}: ", metavar="TEXT")
-    add("--interleave-chunks", action="store_true")
-    add("--interleave-max-chunks", type=int, default=Interleaving.max_chunks)
-    add("--interleave-min-chunk-length", type=int, default=Interleaving.min_chunk_length)
-    add("--interleave-max-chunk-length", type=int)
     add(
         *("--anchor-token", "--anchor-token-id"),
         metavar="{bos,eos,ID}",
         help="as in training; default: bos, else eos, of the tokenizer or the corpus' manifest",
     )
-    add("--anchor-position", type=int, default=0, metavar="N")
-    add("--no-anchor-first-token-loss", action="store_true")
+    add_flags(parser.add_argument_group("packing, as in training"), PackingSettings)
     add("--seed", type=int, default=1234)
     add("--data-cache-path", metavar="DIR", help="keep the index there; default: keep none")
     add("--sample", type=int, metavar="N", help="show sample N: positions, targets, text")
@@ -63,18 +54,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, pack, print; 1 with a message where something is wrong."""
+    """Parse, pack, print."""
     args = parser().parse_args(argv)
-    try:
-        with ExitStack() as stack:
-            cache = args.data_cache_path or stack.enter_context(tempfile.TemporaryDirectory())
-            return _run(args, cache)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stdout = None
-        return 1
-    except (ValueError, OSError, IndexError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 1
+    with ExitStack() as stack:
+        cache = args.data_cache_path or stack.enter_context(tempfile.TemporaryDirectory())
+        return _run(args, cache)
 
 
 def _run(args: argparse.Namespace, cache: str) -> int:
@@ -93,7 +77,7 @@ def _run(args: argparse.Namespace, cache: str) -> int:
     dataset = _dataset(args, cache, tokenizer)
     number = args.sample or 0
     if not 0 <= number < len(dataset):
-        raise ValueError(f"--sample {number}: there are the samples 0 to {len(dataset) - 1}")
+        raise UserError(f"--sample {number}: there are the samples 0 to {len(dataset) - 1}")
     if args.sample is not None:
         decode = tokenizer.native_engine.decode if tokenizer else None
         rows = describe_sample(dataset, args.sample, decode=decode)
@@ -103,13 +87,12 @@ def _run(args: argparse.Namespace, cache: str) -> int:
     report = inspect_packing(dataset)
     if args.png:
         sample = dataset[number]
-        full = args.attention_pattern == "full"
         draw_packing(
             args.png,
             report,
             number=number,
             cu_seqlens=sample["cu_seqlens"].numpy(),
-            documents=1 if full else document_segments(dataset, number),
+            documents=document_segments(dataset, number),
         )
     if args.sample is None:
         say_json(asdict(report)) if args.json else say_block(table(report))
@@ -119,7 +102,7 @@ def _run(args: argparse.Namespace, cache: str) -> int:
 def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     if not (args.tokenizer_model or args.tokenizer_type or args.vocab_file):
         if args.domain_tags:
-            raise ValueError("--domain-tags needs the tokenizer: give --tokenizer-model")
+            raise UserError("--domain-tags needs the tokenizer: give --tokenizer-model")
         return None
     return load_tokenizer(tokenizer_config(args))
 
@@ -130,7 +113,7 @@ def _anchor(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer | None) 
         args.anchor_token, bos=facts and facts.bos_id, eos=facts and facts.eod_id
     )
     if anchor is None:
-        raise ValueError(
+        raise UserError(
             f"{prefix} does not say what its {args.anchor_token or 'bos or eos'} is: give "
             "--tokenizer-model, or a token id with --anchor-token"
         )
@@ -146,17 +129,13 @@ def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) 
     from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 
     if not 0 <= args.seed < 1 << 32:
-        raise ValueError(f"--seed {args.seed}: expected 0 to {(1 << 32) - 1}")
+        raise UserError(f"--seed {args.seed}: expected 0 to {(1 << 32) - 1}")
     prefix = args.prefix.removesuffix(".idx").removesuffix(".bin")
     vocab_size = tokenizer.vocab_size if tokenizer else None
     stand_in = SimpleNamespace(vocab_size=vocab_size or 1 << 31)
     if tokenizer:
         stand_in.tokenize = lambda text: tokenizer.native_engine.encode_batch([text])[0].tolist()
-    interleaving = Interleaving(
-        max_chunks=args.interleave_max_chunks,
-        min_chunk_length=args.interleave_min_chunk_length,
-        max_chunk_length=args.interleave_max_chunk_length,
-    )
+    given = {f.name: getattr(args, f.name) for f in fields(PackingSettings)}
     config = PackedDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -166,15 +145,8 @@ def _dataset(args: argparse.Namespace, cache: str, tokenizer: Tokenizer | None) 
         tokenizer=stand_in,
         anchor_token_id=_anchor(args, prefix, tokenizer),
         vocab_size=vocab_size,
-        attention_pattern=args.attention_pattern,
-        packing=args.packing,
-        document_alignment=args.document_alignment,
         document_lists={"": args.document_list} if args.document_list else None,
-        domain_tags=args.domain_tags,
-        domain_tag_format=args.domain_tag_format,
-        interleaving=interleaving if args.interleave_chunks else None,
-        anchor_position=args.anchor_position,
-        first_token_loss=not args.no_anchor_first_token_loss,
+        **given,
     )
     builder = BlendedMegatronDatasetBuilder(PackedDataset, [None] * 3, lambda: True, config)
     return builder.build()[0]

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.fingerprint import fingerprint
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -51,7 +52,7 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
 
     Raises:
         FileNotFoundError: one of the files is missing.
-        ValueError: the .idx is no index, damaged or truncated, the .bin is shorter or longer than
+        UserError: the .idx is no index, damaged or truncated, the .bin is shorter or longer than
             it says, or the corpus holds no token.
     """
     idx, binary = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
@@ -61,13 +62,13 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
         dtype, num_sequences, num_entries = _read_header(idx, stream.read(_HEADER.size))
         needed = _HEADER.size + 12 * num_sequences + 8 * num_entries
         if idx_stat.st_size < needed:
-            raise ValueError(
+            raise UserError(
                 f"{idx} is truncated: it has {idx_stat.st_size} bytes, but its header speaks of "
                 f"{num_sequences} sequences and {num_entries} document entries, which take "
                 f"{needed}; {_REMEDY}"
             )
         if num_sequences == 0 or bin_stat.st_size == 0:
-            raise ValueError(
+            raise UserError(
                 f"the corpus {prefix} holds no token ({num_sequences} sequences in the .idx, "
                 f"{bin_stat.st_size} bytes in the .bin); {_REMEDY}"
             )
@@ -78,14 +79,14 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
         first_entry = _read_integer(stream, table, "<q")
         last_entry = _read_integer(stream, table + 8 * (num_entries - 1), "<q")
     if (first_entry, last_entry) != (0, num_sequences):
-        raise ValueError(
+        raise UserError(
             f"{idx} is damaged: its document table runs from sequence {first_entry} to "
             f"{last_entry}, expected 0 to {num_sequences}; {_REMEDY}"
         )
     end = last_pointer + last_length * dtype.itemsize
     if bin_stat.st_size != end:
         wrong = "short" if bin_stat.st_size < end else "long"
-        raise ValueError(
+        raise UserError(
             f"{binary} is too {wrong}: it has {bin_stat.st_size} bytes, but {idx} accounts for "
             f"{end}. Do both files belong together? If so {_REMEDY}"
         )
@@ -115,23 +116,23 @@ def _check_both_exist(prefix: str, idx: Path, binary: Path) -> None:
 def _read_header(idx: Path, header: bytes) -> tuple[np.dtype, int, int]:
     """(type of the tokens, number of sequences, entries of the document table) of an .idx."""
     if header[: len(_MAGIC)] != _MAGIC[: len(header)]:
-        raise ValueError(
+        raise UserError(
             f"{idx} is no index of a Megatron corpus: it begins with {header[: len(_MAGIC)]!r}, "
             f"expected {_MAGIC!r}; {_REMEDY}"
         )
     if len(header) < _HEADER.size:
-        raise ValueError(
+        raise UserError(
             f"{idx} is truncated: it has {len(header)} bytes, its header alone takes "
             f"{_HEADER.size}; {_REMEDY}"
         )
     _, version, code, num_sequences, num_entries = _HEADER.unpack(header)
     if version != 1:
-        raise ValueError(f"{idx} has version {version}, expected 1; {_REMEDY}")
+        raise UserError(f"{idx} has version {version}, expected 1; {_REMEDY}")
     if code not in _TOKEN_TYPES:
         known = ", ".join(f"{code} = {dtype.__name__}" for code, dtype in _TOKEN_TYPES.items())
-        raise ValueError(f"{idx} has tokens of type {code}, expected one of {known}; {_REMEDY}")
+        raise UserError(f"{idx} has tokens of type {code}, expected one of {known}; {_REMEDY}")
     if num_entries < 1:
-        raise ValueError(f"{idx} is damaged: its document table is empty; {_REMEDY}")
+        raise UserError(f"{idx} is damaged: its document table is empty; {_REMEDY}")
     return np.dtype(_TOKEN_TYPES[code]), num_sequences, num_entries
 
 

@@ -20,6 +20,7 @@ import copy
 import json
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from megatron_anchor.context_parallel.split import split_sample
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.best_fit import fitted_pieces
 from megatron_anchor.packing.cache import StoredArrays, digest, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
@@ -79,7 +81,7 @@ class PackedDataset(MegatronDataset):
     then, and `megatron_anchor.packing.blend` leaves it out.
 
     Raises:
-        ValueError: the split holds no document with a token, the .idx is damaged, the index cannot
+        UserError: the split holds no document with a token, the .idx is damaged, the index cannot
             be written, or a domain tag has a token outside the vocabulary.
     """
 
@@ -104,6 +106,7 @@ class PackedDataset(MegatronDataset):
         self.config: PackedDatasetConfig = config
         self._corpus = {"path": dataset_path, **inspect_corpus(dataset_path).identity}
         self._tags, tags_identity = self._open_tags()
+        self._layout = replace(config.layout, tags=self._tags)
         self._document_list = self._find_document_list()
         self._identify(tags_identity)
         self._own_anchors = self._load_own_anchors()
@@ -145,10 +148,10 @@ class PackedDataset(MegatronDataset):
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file is damaged, or the path is in an object store.
+            UserError: a file is damaged, or the path is in an object store.
         """
         if is_object_storage_path(dataset_path):
-            raise ValueError(
+            raise UserError(
                 f"the corpus {dataset_path} is in an object store, which packed datasets do not "
                 "read: copy it to a file system and name that path"
             )
@@ -180,21 +183,10 @@ class PackedDataset(MegatronDataset):
 
         Raises:
             IndexError: there is no such sample.
-            ValueError: a token id is outside the vocabulary.
+            UserError: a token id is outside the vocabulary.
         """
         text, pieces = self._read(self.pieces(0 if idx is None else idx))
-        arrays = lay_out(
-            text,
-            pieces,
-            sequence_length=self.config.sequence_length,
-            anchor_token_id=self.config.anchor_token_id,
-            pad_token_id=self.config.pad_token_id,
-            attention_pattern=self.config.attention_pattern,
-            tags=self._tags,
-            anchor_position=self.config.anchor_position,
-            first_token_loss=self.config.first_token_loss,
-            order=self._interleaved(idx or 0, pieces),
-        )
+        arrays = lay_out(text, pieces, self._layout, order=self._interleaved(idx or 0, pieces))
         if not ids_are_inside(arrays["tokens"], arrays["labels"], self.config.vocab_size):
             raise self._foreign_token_error(idx)
         if idx is None:
@@ -236,7 +228,7 @@ class PackedDataset(MegatronDataset):
         common: dict[str, Any] = {
             "tag_P": tag,
             "head_P": 1 + self._tags.lengths[tag],
-            "alignment": self.config.document_alignment,
+            "alignment": self.config.alignment,
         }
         if concat:
             return concatenated_pieces(
@@ -260,11 +252,12 @@ class PackedDataset(MegatronDataset):
 
     def _interleaved(self, idx: int, pieces: Pieces) -> np.ndarray | None:
         """The order of a sample's slots, the same on every rank and in every run; None = as is."""
-        if self.config.interleaving is None:
+        interleaving = self.config.interleaving()
+        if interleaving is None:
             return None
         return interleave(
             pieces.head + pieces.length,
-            interleaving=self.config.interleaving,
+            interleaving=interleaving,
             random=np.random.default_rng([self.config.random_seed, idx % len(self)]),
         )
 
@@ -289,7 +282,7 @@ class PackedDataset(MegatronDataset):
         ]
         return np.concatenate(slices), pieces._replace(start=np.cumsum(counts) - counts)
 
-    def _foreign_token_error(self, idx: int | None) -> ValueError:
+    def _foreign_token_error(self, idx: int | None) -> UserError:
         """Where a sample's first token outside the vocabulary stands, for the user."""
         pieces = self.pieces(idx or 0)
         text, places = self._read(pieces)
@@ -298,7 +291,7 @@ class PackedDataset(MegatronDataset):
         token_id = text[places.start[piece] + offset]
         document = pieces.document[piece]
         begin = Documents(self.dataset).boundaries(slice(document, document + 1))[0]
-        return ValueError(
+        return UserError(
             f"token id {token_id} in the corpus {self.dataset_path}, document {document}, token "
             f"{pieces.start[piece] + offset - begin} (sample {idx}) is outside the vocabulary of "
             f"{'any size' if vocab_size is None else vocab_size}: the corpus was written with "
@@ -334,14 +327,14 @@ class PackedDataset(MegatronDataset):
         blend = self.config.blend
         return self.index_split is not Split.train and blend is not None and len(blend[0]) > 1
 
-    def _no_document_error(self) -> ValueError:
+    def _no_document_error(self) -> UserError:
         if self._document_list is not None:
-            return ValueError(
+            return UserError(
                 f"--document-list {self._document_list} names no document of the training "
                 f"split of {self.dataset_path} with a token behind its anchor; draw other "
                 "documents, or give the training split a larger share with --split"
             )
-        return ValueError(
+        return UserError(
             f"the {self.index_split.name} split of the corpus {self.dataset_path} holds no "
             f"document with a token ({len(self.indices)} documents, all empty or nothing but an "
             "anchor); give it a larger share with --split, or another corpus"
@@ -357,7 +350,7 @@ class PackedDataset(MegatronDataset):
             vocab_size=self.config.vocab_size,
         )
         if tags.longest + 2 > self.config.sequence_length:
-            raise ValueError(
+            raise UserError(
                 f"a domain tag of the corpus {self.dataset_path} has {tags.longest} tokens, which "
                 f"leaves no room in samples of {self.config.sequence_length} slots; shorten "
                 "--domain-tag-format or raise --seq-length"

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron_anchor.errors import UserError
+
 _BLOCK = 1 << 20
 """documents or sequences handled at a time"""
 _BLOCK_BYTES = 1 << 26
@@ -58,7 +60,7 @@ class Documents:
         """Check that the whole .idx is consistent (reads all of it).
 
         Raises:
-            ValueError: sequences do not stand side by side, the document table steps backwards,
+            UserError: sequences do not stand side by side, the document table steps backwards,
                 or a document has 2^31 tokens or more.
         """
         index, path = self._dataset.index, f"{self._dataset.path_prefix}.idx"
@@ -71,7 +73,7 @@ class Documents:
             wrong[:followed] |= ends[:followed] != pointers[1:]
             wrong[0] |= first == 0 and pointers[0] != 0
             if wrong.any():
-                raise ValueError(
+                raise UserError(
                     f"{path} is damaged: sequence {first + int(wrong.argmax())} and the next do "
                     "not stand side by side in the .bin; write the corpus again"
                 )
@@ -80,7 +82,7 @@ class Documents:
             lengths = self.lengths(first, last)
             wrong = np.flatnonzero((lengths < 0) | (lengths > np.iinfo(np.int32).max))
             if wrong.size:
-                raise ValueError(
+                raise UserError(
                     f"{path}: document {first + int(wrong[0])} has {lengths[wrong[0]]} tokens, "
                     "expected 0 to 2^31 - 1; write the corpus again"
                 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.fingerprint import fingerprint
 
 NO_DOMAIN = ("", "default", "unknown")
@@ -71,14 +72,14 @@ def check_format(text: str) -> str:
     """Return a format such as "{domain}: ".
 
     Raises:
-        ValueError: it does not hold {domain} and nothing else in braces.
+        UserError: it does not hold {domain} and nothing else in braces.
     """
     try:
         if "\0" in text.format(domain="\0"):
             return text
     except (KeyError, IndexError, ValueError, AttributeError):
         pass
-    raise ValueError(
+    raise UserError(
         f"got --domain-tag-format {text!r}, expected a text with {{domain}} in it, such as "
         "'{domain}: '"
     )
@@ -102,7 +103,7 @@ def open_tags(
         vocab_size: ids in [0, vocab_size) are accepted; None = all that are not negative.
 
     Raises:
-        ValueError: the domains do not belong to the corpus (see `read_domains`), or a tag has a
+        UserError: the domains do not belong to the corpus (see `read_domains`), or a tag has a
             token outside the vocabulary.
     """
     # Here and not above: laying out samples needs nothing of the corpus tools.
@@ -128,7 +129,7 @@ def _require_inside(
     outside = [t for t in tag if t < 0 or (vocab_size is not None and t >= vocab_size)]
     if outside:
         size = "any size" if vocab_size is None else vocab_size
-        raise ValueError(
+        raise UserError(
             f"the tag {tag_format.format(domain=name)!r} of the domain {name!r} (corpus {prefix}) "
             f"has the token id {outside[0]}, which is outside the vocabulary of {size}: this "
             "tokenizer has more ids than the model; set --tokenizer-model (--vocab-size) to the "

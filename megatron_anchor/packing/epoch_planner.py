@@ -63,7 +63,7 @@ class EpochPlanner:
             random_seed=config.random_seed,
             packing=config.packing,
             head_slots_D=self._head_slots,
-            alignment=config.document_alignment,
+            alignment=config.alignment,
         )
 
     @cached_property

@@ -53,6 +53,11 @@ class Pieces(NamedTuple):
     """int64, slots behind the slice that hold nothing."""
 
     @property
+    def slots(self) -> np.ndarray:
+        """int64 [P], slots that a slice takes with its head and filling."""
+        return self.head + self.length + self.filling
+
+    @property
     def is_cut(self) -> np.ndarray:
         """bool [P], whether other samples hold parts of the slice's document."""
         return ~self.anchor_has_target | self.last_has_target

@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.packing.index import Pieces
-from megatron_anchor.packing.layout import segment_borders
-from megatron_anchor.packing.statistics import attention_work_share, segment_lengths
+from megatron_anchor.packing.statistics import attention_work_share
 from megatron_anchor.terminal import escaped
 
 
@@ -61,9 +60,7 @@ def inspect_packing(dataset: PackedDataset, *, most_samples: int = 10000) -> Pac
     slices, work = [], []
     for number in tqdm(numbers.astype(int), desc="samples", delay=5, disable=None):
         pieces = dataset.pieces(int(number))
-        segments = segment_lengths(
-            pieces, sequence_length=length, attention_pattern=config.attention_pattern
-        )
+        segments = config.pattern.segment_lengths(pieces.slots, sequence_length=length)
         slices.append(len(pieces.length))
         windows = config.attention_windows
         work.append(attention_work_share(segments, sequence_length=length, windows=windows))
@@ -75,7 +72,7 @@ def inspect_packing(dataset: PackedDataset, *, most_samples: int = 10000) -> Pac
         packing=config.packing,
         attention_pattern=config.attention_pattern,
         sequence_length=length,
-        document_alignment=config.document_alignment,
+        document_alignment=config.alignment,
         documents=len(content),
         samples=figures.samples,
         fewest_samples=figures.fewest_samples,
@@ -112,15 +109,16 @@ def table(report: PackingReport) -> str:
 
 
 def document_segments(dataset: PackedDataset, number: int) -> int:
-    """Segments of a sample that hold documents (all but padding), under a masked pattern."""
-    pattern = dataset.config.attention_pattern
-    borders = document_borders(dataset.pieces(number))
-    return len(segment_borders(borders, attention_pattern=pattern)) - 1
+    """Segments of a sample that hold documents, all but the padding behind the last one."""
+    pattern = dataset.config.pattern
+    if not pattern.masks_documents:
+        return 1
+    return len(pattern.segments(document_borders(dataset.pieces(number)))) - 1
 
 
 def document_borders(pieces: Pieces) -> np.ndarray:
     """int64 [P + 1], slots where the document slices of a sample begin, and the end of the last."""
-    return np.cumsum([0, *(pieces.head + pieces.length + pieces.filling)])
+    return np.cumsum([0, *pieces.slots])
 
 
 def describe_sample(
@@ -138,12 +136,12 @@ def describe_sample(
     """
     pieces = dataset.pieces(number)
     sample = {name: tensor.numpy() for name, tensor in dataset[number].items()}
-    if dataset.config.attention_pattern == "full":
-        spans = np.concatenate(([0], np.cumsum(pieces.head + pieces.length)))
-        if dataset.config.interleaving is not None:
-            spans = spans[[0, -1]]  # the documents are mixed
-    else:
+    if dataset.config.pattern.masks_documents:
         spans = document_borders(pieces)
+    else:
+        spans = np.concatenate(([0], np.cumsum(pieces.head + pieces.length)))
+        if dataset.config.interleave_chunks:
+            spans = spans[[0, -1]]  # the documents are mixed
     rows = []
     for row in range(len(spans) - 1):
         begin, end = int(spans[row]), int(spans[row + 1])

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_anchor.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Interleaving:
@@ -28,21 +30,21 @@ class Interleaving:
         """Check the bounds.
 
         Raises:
-            ValueError: one is not positive, or both lengths cannot be kept at once.
+            UserError: one is not positive, or both lengths cannot be kept at once.
         """
         if self.max_chunks < 1:
-            raise ValueError(
+            raise UserError(
                 f"got --interleave-max-chunks {self.max_chunks}, expected 1 or more (1 shuffles "
                 "whole documents)"
             )
         if self.min_chunk_length < 1:
-            raise ValueError(
+            raise UserError(
                 f"got --interleave-min-chunk-length {self.min_chunk_length}, expected 1 or more"
             )
         # Then every slice of at least the minimum can be split into chunks within both bounds.
         least = 2 * self.min_chunk_length - 1
         if self.max_chunk_length is not None and self.max_chunk_length < least:
-            raise ValueError(
+            raise UserError(
                 f"got --interleave-max-chunk-length {self.max_chunk_length}, expected at least "
                 f"{least} (--interleave-min-chunk-length {self.min_chunk_length}, doubled, less "
                 "one), so that documents of all lengths can be split"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.inspection import PackingReport
 
 FEW = 40
@@ -25,13 +26,13 @@ def draw_packing(
         documents: segments of it that hold documents; the others are padding.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        UserError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("a picture needs `pip install matplotlib`") from error
+        raise UserError("a picture needs `pip install matplotlib`") from error
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     lengths, slices, mask = figure.subplots(1, 3)

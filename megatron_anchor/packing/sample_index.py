@@ -91,7 +91,7 @@ class SampleIndex:
             plan: plans the epochs of a block that no earlier run has built.
 
         Raises:
-            ValueError: the directory cannot be written.
+            UserError: the directory cannot be written.
         """
         needed = max(num_samples or 0, 1)
         for number, epochs in enumerate(blocks_of_epochs(self._num_documents)):

@@ -1,27 +1,8 @@
-"""What a packed sample is made of: the segments that attend, and the work that they leave."""
+"""The attention work of packed samples."""
 
 import numpy as np
 
-from megatron_anchor.packing.index import Pieces
-from megatron_anchor.packing.layout import segment_borders
 from megatron_anchor.windows import FULL, LayerWindows
-
-
-def segment_lengths(pieces: Pieces, *, sequence_length: int, attention_pattern: str) -> np.ndarray:
-    """int64 slots of a sample's segments, padding behind the last slice included.
-
-    Args:
-        pieces: the sample's document slices.
-        sequence_length: S.
-        attention_pattern: one of ATTENTION_PATTERNS.
-    """
-    if attention_pattern == "full":
-        return np.array([sequence_length])
-    slots_P = pieces.head + pieces.length + pieces.filling
-    borders = np.concatenate(([0], np.cumsum(slots_P)))
-    segments = np.diff(segment_borders(borders, attention_pattern=attention_pattern))
-    padding = sequence_length - int(slots_P.sum())
-    return np.append(segments, padding) if padding else segments
 
 
 def attention_work_share(

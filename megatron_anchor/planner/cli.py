@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 
 from megatron_anchor.command_line import CommandParser
-from megatron_anchor.packing.patterns import PLANNED_PATTERNS
-from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.errors import UserError
+from megatron_anchor.packing.patterns import planned_patterns
 from megatron_anchor.planner.gpus import GPUS, Gpu, find_gpu
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import TABLES, find_lengths
@@ -19,7 +18,7 @@ from megatron_anchor.planner.pictures import draw_plan
 from megatron_anchor.planner.plan import Question, automatic, make_plan
 from megatron_anchor.planner.report import as_json, as_text
 from megatron_anchor.planner.step_time import Efficiency
-from megatron_anchor.terminal import say, say_block, say_json
+from megatron_anchor.terminal import say_block, say_json
 
 _EPILOG = f"""\
 models: {", ".join(MODELS)}
@@ -47,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, default=8, help="all GPUs (default 8)")
     add("--gpu", default="A100-80GB", help="kind (default A100-80GB)")
     add("--global-batch-size", type=int, default=8, help="samples of a step (default 8)")
-    add("--attention-pattern", choices=PLANNED_PATTERNS, default="anchor")
+    add("--attention-pattern", choices=planned_patterns(), default="anchor")
     add("--train-tokens", type=float, default=1e9, help="for --train-iters (default 1e9)")
     lengths = parser.add_argument_group("documents").add_argument
     lengths("--corpus", metavar="PREFIX", help="take the lengths of this .bin/.idx corpus")
@@ -87,25 +86,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, plan, print; 1 with a message where something is wrong or nothing fits."""
+    """Parse, plan, print; it is an error if nothing fits."""
     args = parser().parse_args(argv)
-    try:
-        question = question_of(args)
-        plan = make_plan(question, only=_layout(args, question))
-        if args.json:
-            say_json(as_json(plan, tokens=args.train_tokens))
-            if not plan.choices:
-                raise PlanError(plan.why_nothing())
-        else:
-            say_block(as_text(plan, tokens=args.train_tokens, most=args.top))
-        if args.png:
-            draw_plan(args.png, plan.question)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stdout = None
-        return 1
-    except (ValueError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 1
+    question = question_of(args)
+    plan = make_plan(question, only=_layout(args, question))
+    if args.json:
+        say_json(as_json(plan, tokens=args.train_tokens))
+        if not plan.choices:
+            raise UserError(plan.why_nothing())
+    else:
+        say_block(as_text(plan, tokens=args.train_tokens, most=args.top))
+    if args.png:
+        draw_plan(args.png, plan.question)
     return 0
 
 
@@ -113,7 +105,7 @@ def question_of(args: argparse.Namespace) -> Question:
     """What the flags ask.
 
     Raises:
-        ValueError: for values that nothing is known about, or out of range.
+        UserError: for values that nothing is known about, or out of range.
     """
     for flag in ("train_tokens", "top"):
         _check_positive(f"--{flag.replace('_', '-')}", getattr(args, flag))
@@ -135,7 +127,7 @@ def question_of(args: argparse.Namespace) -> Question:
 def _check_positive(flag: str, value: float) -> None:
     if not 0 < value < math.inf:  # nan is neither
         more = "more than 0" if value <= 0 else "a finite number"
-        raise PlanError(f"{flag} {value:g}: expected {more}")
+        raise UserError(f"{flag} {value:g}: expected {more}")
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
@@ -159,7 +151,7 @@ def _efficiency(args: argparse.Namespace, gpu: Gpu) -> Efficiency:
     }
     for field, value in given.items():
         if value is not None and not 0 < value <= 1:
-            raise PlanError(
+            raise UserError(
                 f"--{field}-efficiency {value:g}: expected a share, above 0 and up to 1"
             )
     changed = {field: value for field, value in given.items() if value is not None}
@@ -173,10 +165,10 @@ def _layout(args: argparse.Namespace, question: Question) -> Layout | None:
         return None
     for name in ("tp", "pp", "cp"):
         if (size := getattr(args, name)) is not None and size < 1:
-            raise PlanError(f"--{name} {size}: expected 1 or more")
+            raise UserError(f"--{name} {size}: expected 1 or more")
     tp, pp, cp = args.tp or 1, args.pp or 1, args.cp or 1
     if args.gpus < 1 or args.gpus % (tp * pp * cp):
-        raise PlanError(
+        raise UserError(
             f"--gpus {args.gpus} is no multiple of TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}; "
             "change one of them"
         )
@@ -184,7 +176,7 @@ def _layout(args: argparse.Namespace, question: Question) -> Layout | None:
     layout = Layout(tp=tp, pp=pp, cp=cp, dp=args.gpus // (tp * pp * cp), cp_comm=kind)
     if sizes is not None:
         if kind not in ("auto", "a2a+gather") or sizes[0] * sizes[1] != cp or min(sizes) < 1:
-            raise PlanError(
+            raise UserError(
                 f"--hierarchical-context-parallel-sizes {sizes[0]} {sizes[1]}: expected A x B = "
                 f"--context-parallel-size {cp}, with --cp-comm-type a2a+gather"
             )

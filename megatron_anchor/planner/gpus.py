@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.errors import UserError
 
 GIB = 1 << 30
 
@@ -95,14 +95,14 @@ def find_gpu(name: str) -> Gpu:
     """Look a GPU up by name, in any case.
 
     Raises:
-        PlanError: for an unknown one, with the nearest name.
+        UserError: for an unknown one, with the nearest name.
     """
     aliases = {"a100": "a100-80gb", "h100-80gb": "h100", "h200-141gb": "h200"}
     key = name.lower()
     gpu = GPUS.get(aliases.get(key, key))
     if gpu is None:
         near = get_close_matches(key, GPUS, n=1)
-        raise PlanError(
+        raise UserError(
             f"--gpu {name}: "
             + (f"did you mean {GPUS[near[0]].name}? " if near else "")
             + f"known are {', '.join(g.name for g in GPUS.values())}; for another one give the "

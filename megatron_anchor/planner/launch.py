@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_anchor.checkpoint.extension import BASES, extended
 from megatron_anchor.checkpoint.model import Model
-from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.errors import UserError
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.plan import Question
 from megatron_anchor.shell_words import path_word, quoted
@@ -80,10 +80,10 @@ def _number(value: float) -> float:
     """Let only numbers of a config.json into a command.
 
     Raises:
-        PlanError: for anything else.
+        UserError: for anything else.
     """
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise PlanError(f"the model's config.json holds {value!r} where a number is expected")
+        raise UserError(f"the model's config.json holds {value!r} where a number is expected")
     return value
 
 

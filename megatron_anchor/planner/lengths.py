@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.errors import UserError
 
 SLIMPAJAMA_MEAN = 23_918_118_724 / 5_489_000 / 4
 """Tokens of a document: bytes over documents of SlimPajama-6B's training split (dataset card of
@@ -55,15 +55,15 @@ def of_corpus(prefix: str | Path) -> Lengths:
     """Read the lengths of all documents of a `.bin/.idx` corpus (the index alone is read).
 
     Raises:
-        CorpusError: a file is missing or malformed.
-        PlanError: the corpus has no token.
+        UserError: a file is missing or malformed.
+        UserError: the corpus has no token.
     """
     from megatron_anchor.corpus.indexed import IndexedCorpus
 
     prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
     lengths = IndexedCorpus.open(prefix).document_lengths()
     if not (lengths > 0).any():
-        raise PlanError(f"--corpus {prefix}: it holds no token; preprocess it again")
+        raise UserError(f"--corpus {prefix}: it holds no token; preprocess it again")
     return Lengths(Path(prefix).name, lengths[lengths > 0], prefix)
 
 
@@ -71,12 +71,12 @@ def find_lengths(*, corpus: str | None, table: str) -> Lengths:
     """Take the corpus if one is given, else a built-in table.
 
     Raises:
-        PlanError: for an unknown table.
+        UserError: for an unknown table.
     """
     if corpus:
         return of_corpus(corpus)
     if table not in TABLES:
-        raise PlanError(
+        raise UserError(
             f"--length-table {table}: known are {', '.join(TABLES)}; or give --corpus PREFIX"
         )
     return slimpajama_like() if table == TABLES[0] else long_documents()

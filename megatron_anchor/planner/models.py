@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
 from megatron_anchor.checkpoint.model import Model
-from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.errors import UserError
 
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -126,8 +126,8 @@ def find_model(name: str) -> tuple[str, Model]:
         name: of the table (in any case), or a folder that holds a config.json.
 
     Raises:
-        PlanError: for neither, or a mixture of experts.
-        CheckpointError: for a config.json that training could not use.
+        UserError: for neither, or a mixture of experts.
+        UserError: for a config.json that training could not use.
     """
     known = MODELS.get(name.lower().rsplit("/", 1)[-1].removesuffix("-hf"))
     if Path(name).is_dir():
@@ -136,13 +136,13 @@ def find_model(name: str) -> tuple[str, Model]:
         return name, known[0]
     else:
         near = get_close_matches(name.lower(), MODELS, n=1)
-        raise PlanError(
+        raise UserError(
             f"--model {name}: "
             + (f"did you mean {near[0]}? " if near else "")
             + f"give a folder with a config.json, or one of {', '.join(MODELS)}"
         )
     if model.experts:
-        raise PlanError(
+        raise UserError(
             f"--model {name}: {model.experts} experts; the planner counts dense models only (the "
             "memory and traffic of expert parallelism are not in it)"
         )

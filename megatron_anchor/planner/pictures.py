@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.errors import UserError
 from megatron_anchor.planner.plan import Question, make_plan
 
 LENGTHS = tuple(4096 << n for n in range(7))
@@ -36,16 +36,16 @@ def draw_plan(path: str | Path, question: Question) -> None:
     """Write a PNG.
 
     Raises:
-        PlanError: matplotlib is not installed, or no length fits.
+        UserError: matplotlib is not installed, or no length fits.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlanError("--png needs matplotlib: pip install matplotlib") from error
+        raise UserError("--png needs matplotlib: pip install matplotlib") from error
     rows = time_by_length(question)
     if not rows:
-        raise PlanError(f"--png {path}: no length from {LENGTHS[0]} on fits; give more GPUs")
+        raise UserError(f"--png {path}: no length from {LENGTHS[0]} on fits; give more GPUs")
     lengths, pattern, full, layouts = zip(*rows, strict=True)
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)

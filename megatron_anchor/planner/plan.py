@@ -9,9 +9,9 @@ from functools import cache, cached_property
 
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.context_parallel.sizes import largest_heads_ranks
-from megatron_anchor.packing.patterns import PLANNED_PATTERNS, check_attention_pattern
+from megatron_anchor.errors import UserError
+from megatron_anchor.packing.patterns import attention_pattern, planned_patterns
 from megatron_anchor.planner.communication import Communication, communication_of
-from megatron_anchor.planner.errors import PlanError
 from megatron_anchor.planner.gpus import GIB, Gpu
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import Lengths
@@ -65,8 +65,8 @@ class Question:
         """Check sizes.
 
         Raises:
-            PlanError: for numbers below 1, or GPUs that fill no whole servers.
-            ValueError: for an unknown pattern.
+            UserError: for numbers below 1, or GPUs that fill no whole servers.
+            UserError: for an unknown pattern.
         """
         for flag, value in (
             ("--gpus", self.gpus),
@@ -75,18 +75,14 @@ class Question:
         ):
             if value < 1:
                 least = 2 if flag == "--seq-length" else 1
-                raise PlanError(f"{flag} {value + least - 1}: expected {least} or more")
+                raise UserError(f"{flag} {value + least - 1}: expected {least} or more")
         node = self.gpu.per_node
         if self.gpus > node and self.gpus % node:
-            raise PlanError(
+            raise UserError(
                 f"--gpus {self.gpus}: servers hold {node} {self.gpu.name}; give a multiple of "
                 f"{node}, such as {self.gpus // node * node}, or --gpus-per-node"
             )
-        if check_attention_pattern(self.pattern) not in PLANNED_PATTERNS:
-            raise ValueError(
-                f"--attention-pattern {self.pattern} is a control for experiments: plan with "
-                "anchor, which costs the same"
-            )
+        attention_pattern(self.pattern)
 
     @property
     def assumed(self) -> Efficiency:
@@ -162,11 +158,11 @@ class Plan:
         """The fastest.
 
         Raises:
-            PlanError: nothing can run.
+            UserError: nothing can run.
         """
         if self.choices:
             return self.choices[0]
-        raise PlanError(self.why_nothing())
+        raise UserError(self.why_nothing())
 
     def why_nothing(self) -> str:
         """Say what came nearest, and what would help."""
@@ -275,4 +271,4 @@ def _divisors(number: int) -> list[int]:
 
 def compare_patterns(question: Question, layout: Layout) -> dict[str, Choice]:
     """Estimate every pattern at one layout."""
-    return {pattern: question.choice(layout, pattern) for pattern in PLANNED_PATTERNS}
+    return {pattern: question.choice(layout, pattern) for pattern in planned_patterns()}

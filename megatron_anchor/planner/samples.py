@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_anchor.context_parallel.split import assign_chunks, slots_in_chunks
-from megatron_anchor.packing.patterns import check_attention_pattern
+from megatron_anchor.packing.patterns import attention_pattern
 from megatron_anchor.planner.lengths import Lengths
 
 SAMPLES = 64
@@ -116,17 +116,17 @@ def attention_work(
     Args:
         samples: from `lay_out`.
         sequence_length: S.
-        pattern: of attention; the masked ones all leave the same pairs.
+        pattern: of attention, by name.
         split: ranks that share every document zigzag (Transformer Engine's context parallelism);
             1 where ranks share heads, or there is one.
         parts: groups that the queries are dealt out to, where keys and values are gathered; the
             tiles are then those of the group with most of them, times the groups.
 
     Raises:
-        ValueError: for an unknown pattern.
+        UserError: for an unknown pattern.
     """
-    check_attention_pattern(pattern)
-    slices = [np.array([sequence_length])] if pattern == "full" else samples.slices
+    segment_lengths = attention_pattern(pattern).segment_lengths
+    slices = [segment_lengths(s, sequence_length=sequence_length) for s in samples.slices]
     pairs = np.array([(s * (s + 1) / 2).sum() for s in slices])
     if parts > 1:
         tiles = np.array([_tiles_of_parts(s, sequence_length, parts).max() * parts for s in slices])

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megatron_anchor.precision.run import Results
     from megatron_anchor.precision.settings import Settings
 
-WRONG = 2
 QUICK = {
     "num_texts": 1,
     "length": 256,
@@ -79,26 +78,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, print; 2 with a message where something is wrong, 130 after Ctrl-C."""
-    args = parser().parse_args(argv)
-    try:
-        return _run(args)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stdout = None
-        return WRONG
-    except (ValueError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return WRONG
-    except KeyboardInterrupt:
-        say("interrupted; nothing was written", file=sys.stderr)
-        return 130
+    """Parse, measure, print."""
+    return _run(parser().parse_args(argv))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The measurement that the flags ask for.
 
     Raises:
-        PrecisionError: for values out of range and unknown names.
+        UserError: for values out of range and unknown names.
     """
     from megatron_anchor.precision.settings import Settings
 
@@ -111,7 +99,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from megatron_anchor.precision.errors import PrecisionError
+    from megatron_anchor.errors import UserError
     from megatron_anchor.precision.files import as_json, check_writable
     from megatron_anchor.precision.findings import findings
     from megatron_anchor.precision.models import (
@@ -132,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     check_device(settings.device)
     if args.megatron is None and (args.like or args.iteration is not None):
-        raise PrecisionError("--like and --iteration belong to --megatron, which is not given")
+        raise UserError("--like and --iteration belong to --megatron, which is not given")
     if args.out:
         check_writable(args.out)
         require_matplotlib()

@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from megatron_anchor.precision.errors import PrecisionError
+from megatron_anchor.errors import UserError
 from megatron_anchor.precision.findings import findings
 from megatron_anchor.precision.run import Results
-from megatron_anchor.whole_files import replacing_text
+from megatron_anchor.whole_files import atomic_write_text
 
 COLUMNS = (
     *("quantity", "arm", "states", "shift1", "shift2", "length"),
@@ -100,10 +100,10 @@ def check_writable(prefix: str) -> None:
     """Check, before a long measurement, that files can be written beside `prefix`.
 
     Raises:
-        PrecisionError: if they cannot.
+        UserError: if they cannot.
     """
     if prefix.endswith(("/", os.sep)) or Path(prefix).is_dir():
-        raise PrecisionError(
+        raise UserError(
             f"--out {prefix} names a folder, expected the beginning of file names, as in "
             f"{Path(prefix) / 'drift'}"
         )
@@ -112,7 +112,7 @@ def check_writable(prefix: str) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise PrecisionError(f"--out {prefix}: {folder}: {error.strerror}") from error
+        raise UserError(f"--out {prefix}: {folder}: {error.strerror}") from error
 
 
 def write_json(path: Path, results: Results) -> None:
@@ -122,7 +122,7 @@ def write_json(path: Path, results: Results) -> None:
 
 def write_csv(path: Path, results: Results) -> None:
     """Write every number."""
-    with replacing_text(path, newline="") as file:
+    with atomic_write_text(path, newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for row in rows(results):
@@ -131,7 +131,7 @@ def write_csv(path: Path, results: Results) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file, or nothing."""
-    with replacing_text(path) as file:
+    with atomic_write_text(path) as file:
         file.write(text)
 
 

@@ -30,8 +30,8 @@ from megatron_anchor.checkpoint.pretrained import (
 from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.to_megatron import check_tensors
 from megatron_anchor.compat import quiet_imports_without_gpu
+from megatron_anchor.errors import UserError
 from megatron_anchor.precision.arms import Arm
-from megatron_anchor.precision.errors import PrecisionError
 
 ATTENTION = "megatron_anchor_precision"
 Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
@@ -68,8 +68,8 @@ def open_folder(folder: str | Path) -> ModelFolder:
     """Read what a Hugging Face folder holds.
 
     Raises:
-        PrecisionError: for a model without RoPE, with what it has instead.
-        CheckpointError: for a folder that is no model, or of none of the known families.
+        UserError: for a model without RoPE, with what it has instead.
+        UserError: for a folder that is no model, or of none of the known families.
     """
     config = read_config(folder)
     _refuse_without_rope(folder, config)
@@ -81,7 +81,7 @@ def check_weights(source: ModelFolder) -> None:
     """Check that every weight is there, which transformers would replace by random numbers.
 
     Raises:
-        CheckpointError: for a config that transformers does not take, or naming the weights that
+        UserError: for a config that transformers does not take, or naming the weights that
             are missing, damaged or of another shape.
     """
     load_config(source.folder)
@@ -99,7 +99,7 @@ def _refuse_without_rope(folder: str | Path, config: dict[str, Any]) -> None:
     elif kind in LEARNED or config.get("position_embedding_type") == "absolute":
         other = "learned positions"
     if other:
-        raise PrecisionError(
+        raise UserError(
             f"{folder}: model_type {kind!r} has {other}, not RoPE, so there is no rotation to "
             f"measure; give one of {', '.join(FAMILIES)}"
         )
@@ -109,15 +109,13 @@ def check_device(device: str) -> None:
     """Check that a device is there.
 
     Raises:
-        PrecisionError: if it is not.
+        UserError: if it is not.
     """
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise PrecisionError(
-            f"--device {device}: {reason}; give cpu, or cuda with a GPU"
-        ) from error
+        raise UserError(f"--device {device}: {reason}; give cpu, or cuda with a GPU") from error
 
 
 @contextmanager
@@ -132,7 +130,7 @@ def hugging_face_folder(
     """Give a Hugging Face folder; a Megatron checkpoint is exported to one for the time being.
 
     Raises:
-        CheckpointError: for a checkpoint that is missing or cannot be exported.
+        UserError: for a checkpoint that is missing or cannot be exported.
     """
     if hugging_face is not None:
         yield Path(hugging_face)

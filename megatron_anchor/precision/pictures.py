@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.precision.arms import ARMS
-from megatron_anchor.precision.errors import PrecisionError
 from megatron_anchor.precision.run import Results
 
 COLORS = dict(zip(ARMS, ("C0", "C9", "C4", "C3", "C2", "C1", "C7"), strict=True))
@@ -19,11 +19,11 @@ FLOOR = 1e-12
 
 
 def require_matplotlib() -> None:
-    """Raise a PrecisionError where it is not installed."""
+    """Raise a UserError where it is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise PrecisionError("--out draws pictures, which need `pip install matplotlib`") from error
+        raise UserError("--out draws pictures, which need `pip install matplotlib`") from error
 
 
 def _figure(width: float, height: float) -> Any:
@@ -44,7 +44,7 @@ def draw_drift(path: Path, results: Results) -> None:
         results: what was measured; solid lines are the first kind of states, dashed the second.
 
     Raises:
-        PrecisionError: matplotlib is not installed.
+        UserError: matplotlib is not installed.
     """
     figure = _figure(15, 5.4)
     by_shift, by_token, by_length = figure.subplots(1, 3)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.precision.arms import ARMS
-from megatron_anchor.precision.errors import PrecisionError
 from megatron_anchor.precision.far import FIRST_DOUBLING
 from megatron_anchor.precision.measurement import STATES
 
@@ -36,30 +36,30 @@ class Settings:
         for flag in ("arms", "states", "shifts", "lengths"):
             values = getattr(self, flag)
             if not values or len(set(values)) < len(values):
-                raise PrecisionError(f"--{flag} {_list(values)}: expected each once, at least one")
+                raise UserError(f"--{flag} {_list(values)}: expected each once, at least one")
         for flag, known in (("arms", tuple(ARMS)), ("states", STATES)):
             for name in getattr(self, flag):
                 if name not in known:
-                    raise PrecisionError(f"--{flag} {name}: choose from {', '.join(known)}")
+                    raise UserError(f"--{flag} {name}: choose from {', '.join(known)}")
         smallest = {"num_texts": 1, "length": 2, "shift2": 0, "seed": 0}
         for name, least in smallest.items():
             if getattr(self, name) < least:
                 flag = name.replace("_", "-")
-                raise PrecisionError(f"--{flag} {getattr(self, name)}: expected at least {least}")
+                raise UserError(f"--{flag} {getattr(self, name)}: expected at least {least}")
         if self.num_long_texts is not None and self.num_long_texts < 1:
-            raise PrecisionError(f"--num-long-texts {self.num_long_texts}: expected at least 1")
+            raise UserError(f"--num-long-texts {self.num_long_texts}: expected at least 1")
         if min(self.shifts) < 0 or min(self.lengths) < 1:
-            raise PrecisionError(
+            raise UserError(
                 f"--shifts {_list(self.shifts)}, --lengths {_list(self.lengths)}: expected shifts "
                 "of at least 0 and lengths of at least 1"
             )
         if self.shift2 == self.shifts[0]:
-            raise PrecisionError(
+            raise UserError(
                 f"--shifts begins with {self.shifts[0]}, which is --shift2: their difference is 0 "
                 "by definition; put another one first"
             )
         if self.reach < FIRST_DOUBLING or self.reach & (self.reach - 1):
-            raise PrecisionError(
+            raise UserError(
                 f"--reach {self.reach}: expected a power of two from {FIRST_DOUBLING} on"
             )
 

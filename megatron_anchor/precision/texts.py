@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.checkpoint.tokenizer_files import VOCABULARIES, has_tokenizer
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.readers import ReadOptions, read_span
 from megatron_anchor.corpus.rows import RowOptions, parse_chunk
 from megatron_anchor.corpus.sources import plan, resolve
 from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
 from megatron_anchor.corpus.tokenizers.choose import TokenizerConfig
-from megatron_anchor.precision.errors import PrecisionError
+from megatron_anchor.errors import UserError
 
 CHARACTERS_A_TOKEN = 12
 """A text is cut there before it is tokenized; more is read where that was too little."""
@@ -38,7 +37,7 @@ def texts_of_files(paths: Sequence[str], *, key: str = "text") -> Iterator[tuple
     """Read documents with their places, FILE:ROW.
 
     Raises:
-        CorpusError: for a file that is missing or of an unknown kind, and a row that is no text.
+        UserError: for a file that is missing or of an unknown kind, and a row that is no text.
     """
     sources = resolve(paths).sources
     rows = RowOptions(keys=(key,))
@@ -49,7 +48,7 @@ def texts_of_files(paths: Sequence[str], *, key: str = "text") -> Iterator[tuple
         ):
             parsed = parse_chunk(chunk, rows)
             for bad in parsed.rejections:
-                raise CorpusError(f"--texts {bad.place}: {bad.reason}; mend it or leave it out")
+                raise UserError(f"--texts {bad.place}: {bad.reason}; mend it or leave it out")
             for document in parsed.documents:
                 yield f"{chunk.path}:{document.row}", "\n\n".join(document.values[0])
 
@@ -88,10 +87,10 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
     """Load a folder's tokenizer.
 
     Raises:
-        PrecisionError: for a folder without one.
+        UserError: for a folder without one.
     """
     if not has_tokenizer(folder):
-        raise PrecisionError(
+        raise UserError(
             f"{folder} has no tokenizer ({', '.join(VOCABULARIES)}); name one with --tokenizer DIR"
         )
     return load_tokenizer(TokenizerConfig(tokenizer_model=str(folder)))
@@ -117,10 +116,10 @@ def choose_texts(
         vocabulary: ids must be below it.
 
     Raises:
-        PrecisionError: where fewer are long enough, or ids are not the model's.
+        UserError: where fewer are long enough, or ids are not the model's.
     """
     if add_bos and tokenizer.bos_id is None:
-        raise PrecisionError("--add-bos: the tokenizer has no bos token")
+        raise UserError("--add-bos: the tokenizer has no bos token")
     chosen: list[Text] = []
     read = longest = 0
     for name, text in texts:
@@ -130,14 +129,14 @@ def choose_texts(
             continue
         tokens_S = torch.tensor(ids[:length], dtype=torch.int64)
         if vocabulary is not None and int(tokens_S.max()) >= vocabulary:
-            raise PrecisionError(
+            raise UserError(
                 f"{name}: token id {int(tokens_S.max())}, but the model has {vocabulary}; give "
                 "the model's own tokenizer"
             )
         chosen.append(Text(name, tokens_S))
         if len(chosen) == count:
             return chosen
-    raise PrecisionError(
+    raise UserError(
         f"only {len(chosen)} of {read} texts have {length} tokens (the longest has {longest}), but "
         f"{count} are needed; give longer or more --texts, or a smaller --length, --lengths or "
         "--num-texts"

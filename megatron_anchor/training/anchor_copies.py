@@ -10,7 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_anchor.packing.patterns import ANCHORED
+from megatron_anchor.packing.patterns import attention_pattern
 
 
 def warnings(args: Namespace) -> list[str]:
@@ -19,7 +19,7 @@ def warnings(args: Namespace) -> list[str]:
     Args:
         args: Megatron's namespace with our flags.
     """
-    found = list(_random(args)) if args.attention_pattern in ANCHORED else []
+    found = list(_random(args)) if attention_pattern(args.attention_pattern).one_anchor else []
     if args.num_experts and args.moe_expert_capacity_factor is not None:
         found.append(
             f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor}: padding and copies "

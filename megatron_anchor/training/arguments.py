@@ -1,18 +1,27 @@
-"""Our command-line flags: one frozen dataclass, from which Megatron's parser builds the flags.
+"""Our command-line flags: one dataclass, from which Megatron's parser builds the flags.
 
 Annotations stay evaluated in this module: Megatron's factory reads them as types.
 """
 
 import json
 import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import (
+    Action,
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
 from megatron_anchor import compat
 from megatron_anchor.attention.layer_window import layer_windows
 from megatron_anchor.context_parallel.split import ZIGZAG
-from megatron_anchor.packing.interleave import Interleaving
+from megatron_anchor.errors import UserError
+from megatron_anchor.flags import add_flags
+from megatron_anchor.packing.patterns import patterns_help
+from megatron_anchor.packing.settings import PackingSettings
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.context_parallel import resolve as resolve_context_parallel
 from megatron_anchor.training.latent_rules import yarn_of_flags
@@ -37,61 +46,17 @@ ROPE_KEYS = frozenset(
 ANCHOR_TOKEN_FLAGS = ["--anchor-token", "--anchor-token-id"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnchorArguments:
+@dataclass(kw_only=True)
+class AnchorArguments(PackingSettings):
     """Packed documents with a shared anchor (megatron_anchor)."""
 
-    attention_pattern: str = "anchor"
-    """What a token sees: 'anchor' (its document and the anchor, positions run on through the
-    sample), 'intra-document' (its document, positions run on), 'intra-document-reset' (its
-    document, positions restart), 'full' (everything before it), or, as a control, 'anchor-masked'
-    (as 'anchor', but only the sample's first document sees the anchor)."""
-
-    anchor_token: str | None = field(
-        default=None, metadata={"argparse_meta": {"arg_names": ANCHOR_TOKEN_FLAGS, "type": str}}
-    )
+    anchor_token: str | None = field(default=None, metadata={"flags": ANCHOR_TOKEN_FLAGS})
     """Token that stands at the head of every document: 'bos' or 'eos' of the tokenizer, or a token
     id. Default: its bos, else its eos."""
-
-    anchor_position: int = 0
-    """Position id of the anchor under the patterns 'anchor' and 'anchor-masked'."""
-
-    anchor_first_token_loss: bool = True
-    """Leave the first token of every document out of the loss, which the anchor predicts."""
-
-    packing: Literal["concat", "best-fit"] = "concat"
-    """How documents become samples: 'concat' cuts a document where a sample ends; 'best-fit' cuts
-    none that fits in a sample, and pads what is left."""
-
-    document_alignment: int | None = None
-    """Fill every document up to a multiple of so many slots. It is part of the sample index: set it
-    to continue a run at another context-parallel size with the same samples. Default: 1, or twice
-    the context-parallel size where Transformer Engine splits documents."""
 
     document_list: list[str] | None = None
     """Documents of the training epoch, with repetitions, as tools/upsample_long_documents.py writes
     them: LIST.npy for a single corpus, CORPUS_PREFIX=LIST.npy for each of several."""
-
-    domain_tags: bool = False
-    """Put the name of a document's domain behind its anchor: visible to the document, never a
-    target. Needs a corpus with domains (tools/preprocess_data.py --domain-key)."""
-
-    domain_tag_format: str = "{domain}: "
-    """Text of the tag."""
-
-    interleave_chunks: bool = False
-    """Split the documents of a sample at random into chunks and shuffle these, in order inside each
-    document. The paper found it harmful together with masked attention."""
-
-    interleave_max_chunks: int = 8
-    """Chunks of a document in a sample, at most."""
-
-    interleave_min_chunk_length: int = 16
-    """Slots of a chunk, at least; shorter documents stay whole."""
-
-    interleave_max_chunk_length: int | None = None
-    """Slots of a chunk, at most; longer documents get as many chunks as that takes, be they more
-    than --interleave-max-chunks. Default: no bound."""
 
     balance_attention_work: bool = False
     """Order the samples inside each global batch so that data-parallel ranks and micro-batches have
@@ -158,7 +123,9 @@ example, Llama-2-7B extended to 64K on 8 GPUs (your launch script's other argume
 
 def add_anchor_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to Megatron's parser, and adapt the defaults that would not fit."""
-    compat.add_argument_group(parser, AnchorArguments, title="megatron_anchor")
+    group = parser.add_argument_group("megatron_anchor", AnchorArguments.__doc__)
+    add_flags(group, AnchorArguments)
+    _action(parser, "attention_pattern").help = patterns_help()
     compat.mend_help_texts(parser)
     _end_without_usage(parser)
     parser.epilog = EXAMPLE
@@ -192,15 +159,17 @@ def _end_without_usage(parser: ArgumentParser) -> None:
     """
 
     def error(message: str) -> NoReturn:
-        raise ValueError(f"{message}\n(--help lists all flags)")
+        raise UserError(f"{message}\n(--help lists all flags)")
 
     def refuse(_: str) -> NoReturn:
         raise ArgumentTypeError("pass the arguments on the command line")
 
     parser.error = error  # type: ignore[method-assign]
-    for action in parser._actions:
-        if action.dest == "yaml_cfg":
-            action.type = refuse
+    _action(parser, "yaml_cfg").type = refuse
+
+
+def _action(parser: ArgumentParser, name: str) -> Action:
+    return next(action for action in parser._actions if action.dest == name)
 
 
 def anchor_arguments(args: Namespace) -> AnchorArguments:
@@ -221,15 +190,10 @@ def model_windows(args: Namespace) -> LayerWindows:
     return layer_windows(args, layers=args.num_layers, keeps_anchor=args.anchor_in_window)
 
 
-def interleaving(args: Namespace) -> Interleaving | None:
-    """Settings of --interleave-chunks, None without it."""
-    if not args.interleave_chunks:
-        return None
-    return Interleaving(
-        max_chunks=args.interleave_max_chunks,
-        min_chunk_length=args.interleave_min_chunk_length,
-        max_chunk_length=args.interleave_max_chunk_length,
-    )
+def packing_settings(args: Namespace) -> PackingSettings:
+    """How samples are made, with the alignment that the context parallelism needs."""
+    given = {f.name: getattr(args, f.name) for f in fields(PackingSettings)}
+    return PackingSettings(**given | {"document_alignment": document_alignment(args)})
 
 
 def rope_scaling(args: Namespace) -> dict[str, Any]:
@@ -245,7 +209,7 @@ def rope_scaling(args: Namespace) -> dict[str, Any]:
         `rotary_percent`.
 
     Raises:
-        ValueError: for two kinds at once, or JSON that is not an object.
+        UserError: for two kinds at once, or JSON that is not an object.
     """
     kinds: dict[str, dict[str, Any]] = {}
     if args.rope_parameters:
@@ -266,7 +230,7 @@ def rope_scaling(args: Namespace) -> dict[str, Any]:
     if yarn := yarn_of_flags(args):
         kinds["--rotary-scaling-factor"] = yarn
     if len(kinds) > 1:
-        raise ValueError(f"{' and '.join(kinds)} ask for two RoPE scalings; keep one of them")
+        raise UserError(f"{' and '.join(kinds)} ask for two RoPE scalings; keep one of them")
     scaling = next(iter(kinds.values()), {})
     return {name: value for name, value in scaling.items() if name not in HAVE_A_FLAG}
 
@@ -275,7 +239,7 @@ def rotary_base(args: Namespace) -> float:
     """The base of the rotation: --rotary-base, or ``rope_theta`` of --rope-parameters.
 
     Raises:
-        ValueError: both are given and differ, or rope_theta is no number above 0.
+        UserError: both are given and differ, or rope_theta is no number above 0.
     """
     return _of_flag_or_rope_parameters(args, "rope_theta")
 
@@ -284,7 +248,7 @@ def rotary_percent(args: Namespace) -> float:
     """The rotated share of a head: --rotary-percent, or ``partial_rotary_factor``.
 
     Raises:
-        ValueError: both are given and differ, or partial_rotary_factor is no number above 0.
+        UserError: both are given and differ, or partial_rotary_factor is no number above 0.
     """
     return _of_flag_or_rope_parameters(args, "partial_rotary_factor")
 
@@ -293,7 +257,7 @@ def settle(args: Namespace) -> None:
     """Leave one place for what two flags may say, before Megatron reads and records them.
 
     Raises:
-        ValueError: the two contradict each other.
+        UserError: the two contradict each other.
     """
     if args.rope_parameters:
         base, scaling = rotary_base(args), rope_scaling(args)
@@ -313,9 +277,9 @@ def _of_flag_or_rope_parameters(args: Namespace, key: str) -> float:
     if inside is None:
         return given
     if type(inside) not in (int, float) or not 0 < inside < math.inf:
-        raise ValueError(f"--rope-parameters: {key} is {inside!r}, expected a number above 0")
+        raise UserError(f"--rope-parameters: {key} is {inside!r}, expected a number above 0")
     if given != inside and (given != default or compat.was_typed(flag)):
-        raise ValueError(
+        raise UserError(
             f"--rope-parameters holds {key} {inside:g}, and {flag} is {given:g}; leave one of "
             "them out"
         )
@@ -326,14 +290,14 @@ def _parse_rope_parameters(text: str) -> dict[str, Any]:
     try:
         parameters = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--rope-parameters is not JSON: {text!r}: {error}") from error
+        raise UserError(f"--rope-parameters is not JSON: {text!r}: {error}") from error
     if not isinstance(parameters, dict):
-        raise ValueError(
+        raise UserError(
             f"--rope-parameters must be a JSON object such as "
             f'{{"rope_type": "linear", "factor": 2.0}}, got {text!r}'
         )
     if unknown := sorted(parameters.keys() - ROPE_KEYS):
-        raise ValueError(
+        raise UserError(
             f"--rope-parameters: nothing reads {', '.join(unknown)}; expected keys are "
             f"{', '.join(sorted(ROPE_KEYS))}"
         )

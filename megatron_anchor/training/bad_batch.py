@@ -26,6 +26,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 from torch import Tensor
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.terminal import say
@@ -64,7 +65,7 @@ def make_folder(args: Namespace) -> None:
     """Make the folder of --dump-bad-batch, if there is one.
 
     Raises:
-        ValueError: the folder cannot be written.
+        UserError: the folder cannot be written.
     """
     if not args.dump_bad_batch:
         return
@@ -72,9 +73,9 @@ def make_folder(args: Namespace) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--dump-bad-batch {folder}: {error.strerror}; name another") from error
+        raise UserError(f"--dump-bad-batch {folder}: {error.strerror}; name another") from error
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"--dump-bad-batch {folder} cannot be written; name another folder")
+        raise UserError(f"--dump-bad-batch {folder} cannot be written; name another folder")
 
 
 def register(*datasets: Any) -> None:

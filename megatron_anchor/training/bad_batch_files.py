@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_anchor.packing.dataset import PackedDataset
 from megatron_anchor.packing.inspection import describe_sample, document_borders
-from megatron_anchor.whole_files import replacing
+from megatron_anchor.whole_files import atomic_write
 
 FORMAT = "megatron_anchor bad batch 1"
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
@@ -56,7 +56,7 @@ class SampleRecord:
     @property
     def bad_documents(self) -> list[int]:
         """Those that hold a slot whose loss is not finite, where documents are kept apart."""
-        if self.dataset.config.attention_pattern == "full":
+        if not self.dataset.config.pattern.masks_documents:
             return []
         ends = document_borders(self.dataset.pieces(self.number))[1:]
         rows = np.unique(np.searchsorted(ends, self.bad_slots, side="right"))
@@ -123,10 +123,10 @@ def write_bad_batch(
     losses = [record.losses for record in records if record.losses is not None]
     if losses:
         arrays["losses"] = np.stack(losses)
-    with replacing(folder / f"{name}.npz") as stream:
+    with atomic_write(folder / f"{name}.npz") as stream:
         np.savez(stream, **arrays)
     record = {"format": FORMAT, **described, "samples": [one.as_json() for one in records]}
-    with replacing(folder / f"{name}.json") as stream:
+    with atomic_write(folder / f"{name}.json") as stream:
         stream.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
     return folder / f"{name}.json"
 

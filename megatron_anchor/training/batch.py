@@ -23,6 +23,7 @@ from megatron_anchor.attention.packed import AnchorPackedSeqParams, pack_micro_b
 from megatron_anchor.attention.router_slots import router_slots, take_slots
 from megatron_anchor.attention.runs import move
 from megatron_anchor.context_parallel.split import CONTIGUOUS, SlotSplit
+from megatron_anchor.errors import UserError
 
 SLOT_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 FIGURES = ("num_documents", "num_cut", "num_padding")
@@ -71,7 +72,7 @@ def get_batch(
         pad_documents_to: see `AnchorPackedSeqParams`.
 
     Raises:
-        ValueError: if a sample lacks a field, a document cannot be cut into the pieces that
+        UserError: if a sample lacks a field, a document cannot be cut into the pieces that
             Transformer Engine needs, or there are more documents than ``pad_documents_to``.
     """
     sample = next(data_iterator)
@@ -80,7 +81,7 @@ def get_batch(
     needed = [*SLOT_FIELDS, "cu_seqlens", *figures]
     needed += ["router_mask"] * has_experts + ["part_of_chunk"] * split.gathers
     if missing := [name for name in needed if name not in sample]:
-        raise ValueError(
+        raise UserError(
             f"the data loader's samples have no {', '.join(missing)}: a dataset of your own must "
             "yield the fields of PackedDataset (docs/packing.md)"
         )

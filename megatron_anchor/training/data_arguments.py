@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_anchor.errors import UserError
+
 ENDS = (".bin", ".idx")
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"
@@ -30,7 +32,7 @@ def blends(args: Namespace) -> Iterator[tuple[str | None, Blend]]:
     """All lists of corpora, each with its split; None is a list that --split divides.
 
     Raises:
-        ValueError: a file of corpora cannot be read, or a list is no list of corpora.
+        UserError: a file of corpora cannot be read, or a list is no list of corpora.
     """
     if args.data_path:
         yield None, _blend("--data-path", args.data_path)
@@ -75,7 +77,7 @@ def require_corpora(args: Namespace) -> None:
         args: arguments that `refusals` finds nothing wrong with.
 
     Raises:
-        ValueError: with all files that are missing.
+        UserError: with all files that are missing.
     """
     if args.rank % args.tensor_model_parallel_size:
         return
@@ -83,7 +85,7 @@ def require_corpora(args: Namespace) -> None:
     # Paths with a scheme are in an object store, which the dataset refuses by name.
     files = [f"{prefix}{end}" for prefix in prefixes if "://" not in prefix for end in ENDS]
     if missing := [file for file in files if not Path(file).is_file()]:
-        raise ValueError(
+        raise UserError(
             "these files of the corpora are missing; name each corpus without .bin and .idx:\n  - "
             + "\n  - ".join(missing)
         )
@@ -101,7 +103,7 @@ def _blend(origin: str, entries: list[str]) -> Blend:
     if len(entries) % 2 or not any(numbers):
         return Blend(origin, [], entries)
     if not all(numbers):
-        raise ValueError(
+        raise UserError(
             f"{origin} gives a weight to some corpora and none to others: "
             f"{weights[numbers.index(False)]!r} stands where a weight is expected; write WEIGHT "
             "PREFIX for each corpus, or prefixes alone"
@@ -114,9 +116,9 @@ def _per_split(path: str) -> Iterator[tuple[str, Blend]]:
     try:
         lists = json.loads(_read(origin, path))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{origin} is not JSON: {error}") from error
+        raise UserError(f"{origin} is not JSON: {error}") from error
     if not isinstance(lists, dict) or not set(SPLITS) <= lists.keys():
-        raise ValueError(
+        raise UserError(
             f"{origin} must be a JSON object with a list of corpora, or null, for each of "
             f"{', '.join(SPLITS)}"
         )
@@ -125,7 +127,7 @@ def _per_split(path: str) -> Iterator[tuple[str, Blend]]:
         if isinstance(entries, str):
             entries = entries.split()
         if entries is not None and not isinstance(entries, list):
-            raise ValueError(f"{origin}: {split} is {entries!r}, expected a list of corpora")
+            raise UserError(f"{origin}: {split} is {entries!r}, expected a list of corpora")
         if entries:
             yield split, _blend(f"{origin}, {split},", [str(entry) for entry in entries])
 
@@ -169,7 +171,7 @@ def _read(origin: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{origin} cannot be read: {error.strerror}; name another") from error
+        raise UserError(f"{origin} cannot be read: {error.strerror}; name another") from error
 
 
 def _number(text: str) -> float | None:

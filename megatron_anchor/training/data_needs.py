@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.training.data_arguments import evaluates
 
 
@@ -38,7 +39,7 @@ def require_enough(
         needed: samples of each split; None = those that there are.
 
     Raises:
-        ValueError: a split that will be read is not there, or holds too few samples.
+        UserError: a split that will be read is not there, or holds too few samples.
     """
     if not args.skip_train:
         _require(train, "training", needed[0], args)
@@ -61,11 +62,11 @@ def _require(dataset: Any, name: str, needed: int | None, args: Namespace) -> No
             if args.split
             else f"no {option} is given; name"
         )
-        raise ValueError(
+        raise UserError(
             f"no document is left for {name}: {reason} corpora for it with {option}{remedy}"
         )
     if needed is not None and dataset is not None and len(dataset) < needed:
-        raise ValueError(
+        raise UserError(
             f"the run needs {needed} {name} samples, and the blend holds {len(dataset)}: without "
             "weights it is one epoch of its corpora; give them weights (WEIGHT PREFIX WEIGHT "
             "PREFIX ...; each sample is drawn from a corpus by its weight, and the corpora repeat "
@@ -80,7 +81,7 @@ def _require(dataset: Any, name: str, needed: int | None, args: Namespace) -> No
 
 def _require_no_test_set(test: Any) -> None:
     if test is not None:
-        raise ValueError(
+        raise UserError(
             "--full-validation: Megatron 0.19.2 ends with an error when it comes to a test set; "
             "leave out --test-data-path, or make the third number of --split 0"
         )
@@ -89,7 +90,7 @@ def _require_no_test_set(test: Any) -> None:
 def _require_names(valid: Any, args: Namespace) -> None:
     names, sets = args.validation_set_names, len(valid) if isinstance(valid, list) else 1
     if names and len(names) != sets:
-        raise ValueError(
+        raise UserError(
             f"--validation-set-names {' '.join(names)}: {len(names)} names for {sets} validation "
             "sets; give one for each"
         )

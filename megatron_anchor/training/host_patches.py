@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megatron_anchor.attention import multi_token
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing import blend
 from megatron_anchor.patches import MEGATRON, MissingTargetError, Patch, apply, instead
 from megatron_anchor.terminal import logger_of
@@ -123,7 +124,7 @@ def install(args: Namespace, patches: Iterable[HostPatch] = PATCHES) -> None:
         patches: for tests.
 
     Raises:
-        ValueError: this Megatron lacks what arguments of the run depend on, all of it.
+        UserError: this Megatron lacks what arguments of the run depend on, all of it.
     """
     missing = []
     for patch, asked_for in patches:
@@ -137,7 +138,7 @@ def install(args: Namespace, patches: Iterable[HostPatch] = PATCHES) -> None:
             else:
                 missing.append(str(error))
     if missing:
-        raise ValueError("\n".join(missing))
+        raise UserError("\n".join(missing))
 
 
 def as_markdown() -> str:

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.training.context_parallel import OURS
 
 
@@ -25,13 +26,13 @@ def yarn_of_flags(args: Namespace) -> dict[str, Any]:
     and sin is written out, since the two differ where only one mscale is given.
 
     Raises:
-        ValueError: for a factor below 1.
+        UserError: for a factor below 1.
     """
     if not is_latent(args) or args.rope_type == "rope" or args.rotary_scaling_factor == 1:
         return {}
     factor = float(args.rotary_scaling_factor)
     if not 1 < factor < math.inf:
-        raise ValueError(f"--rotary-scaling-factor {factor:g}: expected 1 or more")
+        raise UserError(f"--rotary-scaling-factor {factor:g}: expected 1 or more")
     return {
         "rope_type": "yarn",
         "factor": factor,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron.training import get_tokenizer
 
 from megatron_anchor import compat
+from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import say
 from megatron_anchor.training import resumed_run, saved_checkpoints
 from megatron_anchor.training.command_line import CommandLine
@@ -33,20 +34,20 @@ def restore_model(args: Namespace, parser: ArgumentParser) -> None:
         parser: that parsed them.
 
     Raises:
-        ValueError: if there is no checkpoint to take arguments from.
+        UserError: if there is no checkpoint to take arguments from.
     """
     if not args.use_checkpoint_args:
         return
     if reasons := list(saved_checkpoints.refusals(args)):
-        raise ValueError("\n".join(reasons))
+        raise UserError("\n".join(reasons))
     if not (args.load or args.pretrained_checkpoint):
-        raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
+        raise UserError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
     stored = stored_run(args)
     if stored is None:
         _say(args, f"--use-checkpoint-args: no checkpoint in {args.load} that can be read")
         return
     if stored.args is None:
-        raise ValueError(
+        raise UserError(
             f"--use-checkpoint-args: {stored.folder} does not record the arguments of its run; "
             "give the model's flags"
         )
@@ -68,7 +69,7 @@ def require_same_model(args: Namespace, parser: ArgumentParser) -> None:
         parser: that parsed them.
 
     Raises:
-        ValueError: with all reasons at once.
+        UserError: with all reasons at once.
     """
     stored = stored_run(args)
     if stored is None:
@@ -96,10 +97,10 @@ def require_same_model(args: Namespace, parser: ArgumentParser) -> None:
     lost = lost_vocabulary(args, stored.args), lost_query_norm(stored.args)
     reasons += filter(None, lost)
     if reasons:
-        raise ValueError(_two_models(stored, reasons, wrong, command_line))
+        raise UserError(_two_models(stored, reasons, wrong, command_line))
     if reasons := list(resumed_run.refusals(args, stored)):
         head = f"this run cannot go on from {stored.folder}:"
-        raise ValueError("\n  - ".join([head, *reasons]))
+        raise UserError("\n  - ".join([head, *reasons]))
 
 
 def _two_models(
@@ -133,13 +134,13 @@ def _allowed(args: Namespace, command_line: CommandLine) -> frozenset[str]:
     """Names that --allow-model-change names.
 
     Raises:
-        ValueError: for one that does not describe the model.
+        UserError: for one that does not describe the model.
     """
     given = args.allow_model_change or []
     names = command_line.named(given)
     wrong = [flag for flag in given if names.get(flag) not in model_fields()]
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"--allow-model-change {' '.join(wrong)}: expected flags that describe the model, such "
             "as norm-epsilon"
         )

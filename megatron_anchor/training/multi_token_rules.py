@@ -9,13 +9,7 @@ from typing import Any
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-PATTERNS_WITHOUT_SLICES = {
-    "full": "documents see each other there, and tokens of the next document would be targets of "
-    "this one",
-    "anchor-masked": "the copies of the anchor are segments of their own there, which hold no "
-    "further token",
-}
-"""Patterns whose segments are not document slices, and what that does."""
+from megatron_anchor.packing.patterns import attention_patterns
 
 
 def refusals(args: Namespace) -> Iterator[str]:
@@ -27,7 +21,7 @@ def refusals(args: Namespace) -> Iterator[str]:
     if depths < 0:
         yield f"{flag}: expected 1 or more, or none"
         return
-    if reason := PATTERNS_WITHOUT_SLICES.get(args.attention_pattern):
+    if reason := _pattern(args.attention_pattern):
         yield (
             f"{flag} with --attention-pattern {args.attention_pattern}: {reason}; use anchor or "
             "intra-document"
@@ -35,6 +29,16 @@ def refusals(args: Namespace) -> Iterator[str]:
     yield from _recomputation(args, flag)
     yield from _unequal_layers(args, flag)
     yield from _pipeline(args, flag)
+
+
+def _pattern(name: str) -> str:
+    """Why the segments of a pattern cannot have further targets; "" = they can."""
+    known = {pattern.name: pattern for pattern in attention_patterns()}
+    if name not in known or known[name].has_whole_documents:
+        return ""
+    if known[name].masks_documents:
+        return "copies of the anchor are segments of their own, which hold no further token"
+    return "documents see each other, and tokens of the next one would be targets of this one"
 
 
 def _recomputation(args: Namespace, flag: str) -> Iterator[str]:

@@ -17,16 +17,17 @@ from megatron_anchor.attention.backends import choose_backend
 from megatron_anchor.attention.layer_spec import layer_spec_provider
 from megatron_anchor.attention.rope import RotarySettings
 from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing import blend
+from megatron_anchor.packing.anchor_token import choose_anchor
 from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
-from megatron_anchor.packing.patterns import choose_anchor
+from megatron_anchor.terminal import say
 from megatron_anchor.training import anchor_copies, bad_batch, samples_read
 from megatron_anchor.training.arguments import (
-    document_alignment,
-    interleaving,
     model_windows,
+    packing_settings,
     rope_scaling,
     rotary_base,
     rotary_percent,
@@ -44,21 +45,21 @@ def anchor_token_id(args: Namespace, tokenizer: Any) -> int:
     """Choose the anchor: what --anchor-token says, else the tokenizer's bos, else its eos.
 
     Raises:
-        ValueError: if it is not there, or the id is outside the vocabulary.
+        UserError: if it is not there, or the id is outside the vocabulary.
     """
     wanted = args.anchor_token
     bos = token_id(tokenizer, "bos_id", "bos")
     eos = token_id(tokenizer, "eos_id", "eod")
     value = choose_anchor(wanted, bos=bos, eos=eos)
     if value is None:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer ({args.tokenizer_type}) has no {wanted or 'bos and no eos'}; set "
             "--anchor-token to a token id" + (" or 'eos'" if wanted == "bos" else "")
         )
     if not 0 <= value < tokenizer.vocab_size:
         names = {None: "bos or eos", "bos": "bos", "eos": "eos"}
         origin = f" ({names[wanted]} of the tokenizer)" if wanted in names else ""
-        raise ValueError(
+        raise UserError(
             f"the anchor token {value}{origin} is outside the vocabulary of "
             f"{tokenizer.vocab_size}; set --anchor-token"
         )
@@ -148,20 +149,13 @@ def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
         create_attention_mask=False,
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        attention_pattern=args.attention_pattern,
         anchor_token_id=anchor_token_id(args, tokenizer),
-        anchor_position=args.anchor_position,
-        first_token_loss=args.anchor_first_token_loss,
-        packing=args.packing,
-        document_alignment=document_alignment(args),
         document_lists=document_lists(args.document_list, blend, blend_per_split),
-        domain_tags=args.domain_tags,
-        domain_tag_format=args.domain_tag_format,
-        interleaving=interleaving(args),
         attention_windows=model_windows(args),
         context_parts=context_parallel(args).split.parts,
         pad_token_id=pad if pad is not None and pad < tokenizer.vocab_size else 0,
         vocab_size=tokenizer.vocab_size,
+        **vars(packing_settings(args)),
     )
 
 
@@ -176,7 +170,7 @@ def document_lists(
         blend_per_split: Megatron's blends of each split, or None.
 
     Raises:
-        ValueError: a list without a known prefix among several corpora, or a doubled prefix.
+        UserError: a list without a known prefix among several corpora, or a doubled prefix.
     """
     if not given:
         return None
@@ -187,12 +181,12 @@ def document_lists(
         prefix = max((c for c in corpora if text.startswith(f"{c}=")), key=len, default="")
         path = text.removeprefix(f"{prefix}=") if prefix else text
         if not prefix and len(corpora) > 1:
-            raise ValueError(
+            raise UserError(
                 f"--document-list {text}: there are {len(corpora)} training corpora; give "
                 f"CORPUS_PREFIX=LIST.npy with one of {', '.join(corpora)}"
             )
         if prefix in lists:
-            raise ValueError(f"--document-list {text}: this corpus has another list already")
+            raise UserError(f"--document-list {text}: this corpus has another list already")
         lists[prefix] = path
     return lists
 
@@ -219,7 +213,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         vp_stage: chunk of an interleaved pipeline; all of them read the same samples.
 
     Raises:
-        ValueError: the data cannot be used, holds too few samples, or differs between ranks.
+        UserError: the data cannot be used, holds too few samples, or differs between ranks.
     """
     args = get_args()
     config = dataset_config(args, get_tokenizer())
@@ -240,7 +234,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         valid = _whole_batches(valid, args)
     if train is not None and torch.distributed.get_rank() == 0 and not vp_stage:
         for warning in samples_read.note(train, args, needed=num_samples[0]):
-            print(f"> warning: {warning}", flush=True)
+            say(f"> warning: {warning}")
     balance = balancing(args)
     if balance is not None and train is not None:
         train = BalancedDataset(train, balance)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.cache import digest
 from megatron_anchor.packing.config import PackedDatasetConfig
+from megatron_anchor.packing.settings import PackingSettings
 
 SETTINGS = (
-    "attention_pattern",
-    "anchor_position",
-    "first_token_loss",
-    "interleaving",
+    *(one.name for one in fields(PackingSettings)),
     "pad_token_id",
     "vocab_size",
 )
@@ -53,7 +53,7 @@ def require_same_data(datasets: Iterable[Any], config: PackedDatasetConfig) -> N
         config: their settings.
 
     Raises:
-        ValueError: two ranks read different data, with the differences, paths and ranks.
+        UserError: two ranks read different data, with the differences, paths and ranks.
     """
     if not dist.is_initialized():
         return
@@ -67,7 +67,7 @@ def require_same_data(datasets: Iterable[Any], config: PackedDatasetConfig) -> N
         # Only now, and of one rank of each group: large blends have long descriptions.
         speaks = dist.get_rank() in [ranks[0] for ranks in groups.values()]
         readings = _gather(mine if speaks else None)
-        raise ValueError(_difference(readings, list(groups.values())))
+        raise UserError(_difference(readings, list(groups.values())))
 
 
 def _gather(mine: Any) -> list[Any]:

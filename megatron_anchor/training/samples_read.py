@@ -22,7 +22,7 @@ import numpy as np
 from megatron_anchor.packing.blend import corpora_of, order_of_blend
 from megatron_anchor.packing.cache import digest
 from megatron_anchor.packing.identity import without_paths
-from megatron_anchor.whole_files import replacing_text
+from megatron_anchor.whole_files import atomic_write_text
 
 FILE = "samples_read.json"
 
@@ -137,7 +137,7 @@ def write(path: Path, blends: Iterable[Blend]) -> None:
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing_text(path) as stream:
+    with atomic_write_text(path) as stream:
         stream.write(text)
 
 

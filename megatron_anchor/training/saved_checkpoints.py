@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_anchor.compat import TRACKER
 from megatron_anchor.shell_words import quoted
-from megatron_anchor.whole_files import replacing_text
+from megatron_anchor.whole_files import atomic_write_text
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
 
@@ -144,5 +144,5 @@ class WholeTrackers:
         """Open a file as Megatron does; a tracker that is written replaces the old one at once."""
         folder, name = os.path.split(str(path))
         if mode == "w" and name == TRACKER and os.path.isdir(folder):
-            return replacing_text(path)
+            return atomic_write_text(path)
         return self._host.open(path, mode, *args, **kwargs)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_anchor.checkpoint.archives import load_fake
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint
 from megatron_anchor.compat import TRACKER
+from megatron_anchor.errors import UserError
 from megatron_anchor.training.saved_checkpoints import tracked_iteration
 
 NON_PERSISTENT = "non_persistent"
@@ -42,13 +42,13 @@ class StoredRun:
         """What Megatron stored besides tensors: arguments, schedule, kind of optimizer states.
 
         Raises:
-            CheckpointError: if it is damaged, or would execute something.
+            UserError: if it is damaged, or would execute something.
         """
         if is_torch_format(self.folder):
             path = sorted(self.folder.glob("mp_rank_*/model_optim_rng.pt"))[0]
             state = load_fake(str(path), place=str(path))
             if not isinstance(state, Mapping):
-                raise CheckpointError(f"{path} holds a {type(state).__name__}, expected a dict")
+                raise UserError(f"{path} holds a {type(state).__name__}, expected a dict")
             return state
         with Files() as files:
             return TorchDistCheckpoint(self.folder, files).common_state()
@@ -76,7 +76,7 @@ def stored_run(args: Namespace) -> StoredRun | None:
         non-persistent checkpoint; remote storage).
 
     Raises:
-        CheckpointError: if --pretrained-checkpoint is asked for and holds none.
+        UserError: if --pretrained-checkpoint is asked for and holds none.
     """
     load, pretrained = args.load, args.pretrained_checkpoint
     if pretrained and (not load or tracked_iteration(load) is None):
@@ -87,7 +87,7 @@ def stored_run(args: Namespace) -> StoredRun | None:
     folder = _folder(args, root) if root else None
     if folder is None:
         if flag == "pretrained_checkpoint" and not _is_elsewhere(args, pretrained):
-            raise CheckpointError(
+            raise UserError(
                 f"--pretrained-checkpoint {pretrained}: there is no {TRACKER} in it; give the "
                 "folder that a run saved to, or that was converted"
             )

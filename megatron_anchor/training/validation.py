@@ -17,8 +17,9 @@ from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE
 from megatron_anchor.attention.gather import Memory
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.attention.router import unsupported_reasons
-from megatron_anchor.packing.domains import check_format
-from megatron_anchor.packing.patterns import ANCHORED, check_anchor, check_attention_pattern
+from megatron_anchor.errors import UserError
+from megatron_anchor.packing.anchor_token import check_anchor
+from megatron_anchor.packing.patterns import attention_patterns
 from megatron_anchor.terminal import say
 from megatron_anchor.training import (
     data_arguments,
@@ -31,8 +32,8 @@ from megatron_anchor.training import (
 )
 from megatron_anchor.training.arguments import (
     document_alignment,
-    interleaving,
     model_windows,
+    packing_settings,
     rope_scaling,
     rotary_base,
     rotary_percent,
@@ -66,11 +67,11 @@ def require_supported(args: Namespace) -> None:
         args: Megatron's namespace with our flags, before or after Megatron's own validation.
 
     Raises:
-        ValueError: with all reasons at once.
+        UserError: with all reasons at once.
     """
     reasons = refusals(args)
     if reasons:
-        raise ValueError(
+        raise UserError(
             "megatron_anchor cannot run with these arguments:\n  - " + "\n  - ".join(reasons)
         )
     if not compat.is_validated(args):
@@ -140,13 +141,6 @@ def rotary_dim(args: Namespace) -> int:
 def _host_flags(args: Namespace) -> Iterator[str]:
     if not compat.is_validated(args):
         yield from host_flags.refusals(args)
-
-
-def _pattern(args: Namespace) -> Iterator[str]:
-    try:
-        check_attention_pattern(args.attention_pattern)
-    except ValueError as error:
-        yield str(error)
 
 
 def _positions(args: Namespace) -> Iterator[str]:
@@ -257,8 +251,12 @@ def _windows(args: Namespace) -> Iterator[str]:
             f"--window-attn-skip-freq {frequency}: {len(frequency)} entries for --num-layers "
             f"{args.num_layers}; give one per layer"
         )
-    if args.anchor_in_window and args.attention_pattern != "anchor":
-        yield f"--anchor-in-window is for --attention-pattern anchor, got {args.attention_pattern}"
+    seen = [p.name for p in attention_patterns() if p.one_anchor and p.has_whole_documents]
+    if args.anchor_in_window and args.attention_pattern not in seen:
+        yield (
+            f"--anchor-in-window is for --attention-pattern {' and '.join(seen)}, got "
+            f"{args.attention_pattern}"
+        )
 
 
 def _gather_memory(args: Namespace) -> Iterator[str]:
@@ -326,40 +324,11 @@ def _experts(args: Namespace) -> Iterator[str]:
 
 
 def _packing(args: Namespace) -> Iterator[str]:
-    """What PackedDatasetConfig would refuse too, before anything is set up."""
-    alignment = document_alignment(args)
-    if alignment < 1 or (_length(args) and _length(args) % alignment):
-        yield (
-            f"--document-alignment {alignment}: --seq-length {_length(args)} must be a multiple "
-            "of it"
-        )
-    if args.anchor_position < 0:
-        yield f"--anchor-position {args.anchor_position}: expected 0 or more"
-    if args.anchor_position and args.attention_pattern not in ANCHORED:
-        yield (
-            f"--anchor-position {args.anchor_position} has a meaning under --attention-pattern "
-            f"{' and '.join(ANCHORED)} only, got {args.attention_pattern}"
-        )
-    if alignment > 1 and args.attention_pattern == "anchor-masked":
-        yield (
-            "--attention-pattern anchor-masked makes anchors segments of one slot, which no "
-            f"--document-alignment {alignment} (nor Transformer Engine's context parallelism) can "
-            "keep; leave it out, and use --cp-comm-type a2a"
-        )
-    for check in (
-        lambda: check_anchor(args.anchor_token),
-        lambda: interleaving(args),
-        lambda: check_format(args.domain_tag_format),
-    ):
-        try:
-            check()
-        except ValueError as error:
-            yield str(error)
-    if args.interleave_chunks and args.attention_pattern == "intra-document-reset":
-        yield (
-            "--interleave-chunks has no effect under --attention-pattern intra-document-reset, "
-            "where every document counts its positions alone"
-        )
+    yield from packing_settings(args).refusals(sequence_length=_length(args))
+    try:
+        check_anchor(args.anchor_token)
+    except ValueError as error:
+        yield str(error)
 
 
 def _balance(args: Namespace) -> Iterator[str]:
@@ -396,7 +365,7 @@ def _bad_batch(args: Namespace) -> Iterator[str]:
 
 RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _host_flags,
-    _pattern,
+    _packing,
     _positions,
     _shape,
     _divisibility,
@@ -408,7 +377,6 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     latent_rules.refusals,
     multi_token_rules.refusals,
     _experts,
-    _packing,
     data_arguments.refusals,
     run_rules.refusals,
     _balance,

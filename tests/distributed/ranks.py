@@ -5,6 +5,7 @@ Importing torch and Megatron costs each rank seconds; a fork server imports them
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -13,6 +14,9 @@ import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+_FIRST_PORT, _PORTS = 12_000, 20_000
+_numbers = itertools.count()
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
@@ -35,7 +39,7 @@ def run_ranks(
     Raises:
         RuntimeError: with the traceback of the first rank that failed, or on time-out.
     """
-    port = _free_port()
+    port = free_port()
     results = _CONTEXT.Queue()
     processes = [
         _CONTEXT.Process(target=_rank_main, args=(rank, world_size, port, results, function, args))
@@ -77,7 +81,18 @@ def _rank_main(
         results.put((rank, None, traceback.format_exc()))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """A port that no other test takes until it is listened to.
+
+    The kernel gives a port that is free now, and gives it again to the next who asks. So ports are
+    tried below those that it gives, each process from a place of its own, in turn.
+    """
+    for number in _numbers:
+        port = _FIRST_PORT + (os.getpid() * 64 + number) % _PORTS
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("unreachable: the numbers do not end")

@@ -12,7 +12,6 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
@@ -23,6 +22,7 @@ from megatron_anchor.checkpoint.verify import (
     open_checkpoint,
     setting_differences,
 )
+from megatron_anchor.errors import UserError
 from tests.conversion_models import hugging_face_model
 from tests.distributed.ranks import run_ranks
 
@@ -131,7 +131,7 @@ def test_verify_passes_what_is_the_same_model(case, verified):
 def test_the_export_refuses_it_by_name(case, folders, tmp_path):
     _, megatron = folders[case]
     name, value = list(CHANGED[case][1].items())[-1]
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(UserError) as caught:
         convert_to_hugging_face(megatron, tmp_path / "out", progress=False)
     assert f"{name} {value}" in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,6 @@ import shutil
 import pytest
 import torch
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import FAMILIES
 from megatron_anchor.checkpoint.hugging_face_keys import ONLY, WITHOUT_EFFECT
 from megatron_anchor.checkpoint.megatron_model import gpt_model, load_weights, logits_of
@@ -21,6 +20,7 @@ from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint
+from megatron_anchor.errors import UserError
 from tests.distributed.ranks import run_ranks
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -209,7 +209,7 @@ def tried(name, root):
 def verdict(root, expected):
     try:
         convert_to_megatron(root / "hf", root / "megatron", progress=False)
-    except CheckpointError as error:
+    except UserError as error:
         return str(error), expected is not None
     if expected is None:
         return "converted", "but transformers does not run it"

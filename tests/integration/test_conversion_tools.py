@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_anchor.checkpoint import cli, cli_to_hugging_face, cli_to_megatron, cli_verify
+from megatron_anchor import command_line
+from megatron_anchor.checkpoint import cli_to_hugging_face, cli_to_megatron, cli_verify
 from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
 from tests.conversion_models import hugging_face_model
 
@@ -30,7 +31,7 @@ def run_process(tool, *arguments, expect=0):
 
 def run(capsys, command, *arguments, expect=0):
     """The same in this process, which has everything imported already."""
-    assert cli.run(command.main, list(map(str, arguments))) == expect
+    assert command_line.run(command.main, list(map(str, arguments))) == expect
     said = capsys.readouterr()
     return said.out if expect == 0 else said.err + said.out
 
@@ -123,10 +124,10 @@ def test_an_argument_that_the_family_cannot_say_is_left_out_only_on_demand(model
     state["args"].window_size, state["args"].of_our_fork = [7, 0], "x"
     torch.save(state, megatron / "release/common.pt")
     words = ("--megatron", megatron, "--out", tmp_path / "back", "--no-progress")
-    said = run(capsys, cli_to_hugging_face, *words, expect=1)
+    said = run(capsys, cli_to_hugging_face, *words, expect=2)
     assert "window_size [7, 0] (sliding windows; expected None)" in said
     assert said.endswith("--ignore-arguments of_our_fork window_size\n")
-    said = run(capsys, cli_to_hugging_face, *words, "--ignore-arguments", "of_our_fork", expect=1)
+    said = run(capsys, cli_to_hugging_face, *words, "--ignore-arguments", "of_our_fork", expect=2)
     assert "of_our_fork" not in said
     both = ("--ignore-arguments", "window_size", "of_our_fork")
     said = run(capsys, cli_to_hugging_face, *words, *both)
@@ -143,7 +144,7 @@ def test_an_argument_that_the_family_cannot_say_is_left_out_only_on_demand(model
 
 def test_an_error_is_one_line_without_a_traceback(tmp_path):
     said = run_process(
-        "convert_hf_to_megatron.py", "--hf", tmp_path, "--out", tmp_path / "out", expect=1
+        "convert_hf_to_megatron.py", "--hf", tmp_path, "--out", tmp_path / "out", expect=2
     )
     assert said.startswith("error: ")
     assert "config.json does not exist" in said

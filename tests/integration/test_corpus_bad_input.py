@@ -18,14 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_anchor.corpus import (
-    CorpusError,
     IndexedCorpus,
     PreprocessConfig,
     RowError,
     TokenizerConfig,
-    WorkerError,
     preprocess,
 )
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import corpus_files, texts, tokenizer_json, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +121,7 @@ def test_a_line_of_200_mb_is_rejected_without_holding_it(tmp_path):
         stream.write(b'"}\n{"text": "after"}\n')
     code = (
         "import sys\n"
-        "from megatron_anchor.corpus.cli import run\n"
+        "from megatron_anchor.command_line import run\n"
         "from megatron_anchor.corpus.cli_preprocess import main\n"
         "code = run(main)\n"
         "peak = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]\n"
@@ -277,7 +276,7 @@ def test_a_table_without_the_domain_column_takes_the_given_name(tmp_path):
         "rest",
         "web",
     ]
-    with pytest.raises(CorpusError, match="not 'd'"):
+    with pytest.raises(UserError, match="not 'd'"):
         run(tmp_path / "other", *sources, domain_key="d")
 
 
@@ -294,7 +293,7 @@ def test_empty_files_are_no_error_among_others_and_an_error_alone(tmp_path):
     empty, full = tmp_path / "empty.jsonl", write_jsonl(tmp_path / "full.jsonl", ["a"])
     empty.touch()
     assert run(tmp_path / "out", empty, full).documents == [1]
-    with pytest.raises(CorpusError, match="no document was written for 'text': 0 rows read"):
+    with pytest.raises(UserError, match="no document was written for 'text': 0 rows read"):
         run(tmp_path / "alone", empty)
     assert no_result(tmp_path / "alone")
 
@@ -303,7 +302,7 @@ def test_empty_files_are_no_error_among_others_and_an_error_alone(tmp_path):
 def test_files_of_other_kinds_under_a_known_name_are_told(tmp_path, name):
     source = tmp_path / name
     source.write_bytes(b"\xff\xfe not what the name says\n")
-    with pytest.raises(CorpusError, match=name):
+    with pytest.raises(UserError, match=name):
         run(tmp_path / "out", source)
     assert no_result(tmp_path / "out")
 
@@ -313,7 +312,7 @@ def test_a_missing_column_names_the_present_ones(tmp_path):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "in.parquet")
-    with pytest.raises(CorpusError, match=r"columns body, n, not 'text'.*--json-keys"):
+    with pytest.raises(UserError, match=r"columns body, n, not 'text'.*--json-keys"):
         run(tmp_path / "out", tmp_path / "in.parquet")
 
 
@@ -368,7 +367,7 @@ def test_append_eod_without_an_eod_token_fails_before_anything_is_written(tmp_pa
     path.write_text(json.dumps(config))
     source = write_jsonl(tmp_path / "in.jsonl", ["a"])
     tokenizer = TokenizerConfig(tokenizer_model=str(path))
-    with pytest.raises(CorpusError, match=r"--append-eod.*--eod-token"):
+    with pytest.raises(UserError, match=r"--append-eod.*--eod-token"):
         run(tmp_path / "out", source, tokenizer=tokenizer, append_eod=True)
     run(tmp_path / "out", source, tokenizer=replace(tokenizer, eod_id=5), append_eod=True)
     assert IndexedCorpus.open(tmp_path / "out_text_document").tokens[-1] == 5
@@ -381,7 +380,7 @@ def test_a_run_that_wrote_nothing_leaves_nothing_behind(tmp_path):
         with pytest.raises(RowError):
             run(tmp_path / "out", source, **config)
         assert not (tmp_path / "out.partial").exists()
-    with pytest.raises(CorpusError, match=r"no document was written.*1 rejected, listed in"):
+    with pytest.raises(UserError, match=r"no document was written.*1 rejected, listed in"):
         run(tmp_path / "out", source, on_error="skip")
     assert list(corpus_files(tmp_path / "out")) == [".rejected.jsonl"]
 
@@ -405,7 +404,7 @@ def test_output_that_exists_is_not_touched(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", ["a"])
     run(tmp_path / "out", source)
     before = corpus_files(tmp_path / "out")
-    with pytest.raises(CorpusError, match=r"exists.*--overwrite"):
+    with pytest.raises(UserError, match=r"exists.*--overwrite"):
         run(tmp_path / "out", write_jsonl(tmp_path / "other.jsonl", ["b"]))
     assert corpus_files(tmp_path / "out") == before
     assert "nothing was done" in run(tmp_path / "out", source, resume=True).notes[0]
@@ -418,7 +417,7 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path):
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))\n"
-        "from megatron_anchor.corpus.cli import run\n"
+        "from megatron_anchor.command_line import run\n"
         "from megatron_anchor.corpus.cli_preprocess import main\n"
         "sys.exit(run(main))\n"
     )
@@ -426,7 +425,7 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(tmp_path):
     arguments += ["1", "--tokenizer-type", "ByteLevelTokenizer", "--chunk-kb", "16"]
     command = [sys.executable, "-c", limited, *arguments, "--checkpoint-seconds", "0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=180)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "cannot be written: File too large. Make room" in done.stderr
     assert no_result(tmp_path / "out")
     run(tmp_path / "out", source, resume=True)
@@ -445,7 +444,7 @@ def test_a_really_full_disk_is_told_as_such(tmp_path):
         pytest.skip("mounting is not allowed here")
     try:
         source = write_jsonl(tmp_path / "in.jsonl", texts() * 3)
-        with pytest.raises(CorpusError, match="No space left on device"):
+        with pytest.raises(UserError, match="No space left on device"):
             run(disk / "out", source)
         assert no_result(disk / "out")
     finally:
@@ -473,15 +472,11 @@ def test_a_worker_that_dies_ends_the_run_with_its_cause(tmp_path, how):
     os.kill(victims[-1], how)
     killed = time.monotonic()
     _, stderr = process.communicate(timeout=180)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert f"signal {how.name}" in stderr
     assert "--resume" in stderr
     assert time.monotonic() - killed < 20
     assert no_result(tmp_path / "out")
-
-
-def test_worker_errors_are_corpus_errors():
-    assert issubclass(WorkerError, CorpusError)
 
 
 def test_outputs_that_cannot_be_are_refused(tmp_path):
@@ -489,9 +484,9 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
     config = PreprocessConfig(
         input=(str(source),), output_prefix=f"{tmp_path}/folder/", tokenizer=BYTES
     )
-    with pytest.raises(CorpusError, match="is a folder"):
+    with pytest.raises(UserError, match="is a folder"):
         preprocess(config)
-    with pytest.raises(CorpusError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be made"):
         run(source / "below", source)
 
 
@@ -515,7 +510,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
 )
 def test_wrong_settings_are_refused_at_the_start(tmp_path, config, message):
     source = write_jsonl(tmp_path / "in.jsonl", ["a"])
-    with pytest.raises(CorpusError, match=message):
+    with pytest.raises(UserError, match=message):
         run(tmp_path / "out", source, **config)
 
 
@@ -523,7 +518,7 @@ def test_wrong_settings_are_refused_at_the_start(tmp_path, config, message):
 def test_inputs_that_are_not_there_are_named(tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.docx").touch()
-    with pytest.raises(CorpusError, match="--input"):
+    with pytest.raises(UserError, match="--input"):
         run(tmp_path / "out", Path(name))
 
 
@@ -541,7 +536,7 @@ def test_a_file_given_twice_is_refused_however_it_is_written(tmp_path, how):
         "pattern": folder / "*.jsonl",
     }[how]
     for inputs in ((source, again), (again, source)):
-        with pytest.raises(CorpusError, match=r"a.jsonl|link.jsonl.* given twice.*doubled"):
+        with pytest.raises(UserError, match=r"a.jsonl|link.jsonl.* given twice.*doubled"):
             run(tmp_path / "out", *inputs)
     assert run(tmp_path / "out", folder).documents == [1]
 
@@ -618,7 +613,7 @@ def test_random_bytes_never_hang_and_never_become_documents_that_were_not_there(
     expected = _oracle(data, ending)
     config = {"on_error": "skip", "overwrite": True, "chunk_kb": 1}
     if not expected:
-        with pytest.raises(CorpusError, match="no document was written"):
+        with pytest.raises(UserError, match="no document was written"):
             run(tmp_path / "out", source, **config)
         return
     summary = run(tmp_path / "out", source, **config)

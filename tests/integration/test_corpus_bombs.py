@@ -27,7 +27,7 @@ MB = 1 << 20
 BEFORE, AFTER = b'{"text": "before"}\n', b'{"text": "after"}\n'
 _MEASURE = """\
 import sys
-from megatron_anchor.corpus.cli import run
+from megatron_anchor.command_line import run
 from megatron_anchor.corpus.cli_preprocess import main
 code = run(main)
 print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0], file=sys.stderr)
@@ -91,7 +91,7 @@ def test_no_piece_is_larger_than_a_few_megabytes(tmp_path, make, compression, da
 
 def test_a_window_that_needs_too_much_memory_is_refused_by_name(tmp_path):
     zstandard = pytest.importorskip("zstandard")
-    from megatron_anchor.corpus import CorpusError
+    from megatron_anchor.errors import UserError
 
     parameters = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
     path = tmp_path / "a.zst"
@@ -99,7 +99,7 @@ def test_a_window_that_needs_too_much_memory_is_refused_by_name(tmp_path):
         compressor = zstandard.ZstdCompressor(compression_params=parameters)
         with compressor.stream_writer(stream) as out:
             out.write(AFTER)
-    with pytest.raises(CorpusError, match=r"window of 1024 MB \(zstd --long\)"):
+    with pytest.raises(UserError, match=r"window of 1024 MB \(zstd --long\)"):
         list(pieces(str(path), compression="zst"))
 
 

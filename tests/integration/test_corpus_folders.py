@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_anchor.command_line import run as run_command
 from megatron_anchor.corpus import (
-    CorpusError,
     PreprocessConfig,
     TokenizerConfig,
     cli_preprocess,
     preprocess,
     read_manifest,
 )
-from megatron_anchor.corpus.cli import run as run_command
 from megatron_anchor.corpus.folders import contents_of
 from megatron_anchor.corpus.upsampling import make_document_list
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import write_jsonl
 
 BYTES = TokenizerConfig(tokenizer_type="ByteLevelTokenizer")
@@ -195,7 +195,7 @@ def test_a_pattern_passes_the_same_files_over(data, tmp_path):
 def test_naming_such_a_file_is_refused(data, tmp_path, name):
     for make in STRANGERS:
         make(data)
-    with pytest.raises(CorpusError, match="holds no documents; leave it out"):
+    with pytest.raises(UserError, match="holds no documents; leave it out"):
         run(tmp_path / "out", data / name)
 
 
@@ -215,15 +215,15 @@ def test_documents_that_look_a_little_like_outputs_are_read(tmp_path):
 def test_a_folder_without_documents_says_what_it_holds(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
-    with pytest.raises(CorpusError, match="it is empty"):
+    with pytest.raises(UserError, match="it is empty"):
         run(tmp_path / "out", folder)
     (folder / "a.csv").write_text("text")
-    with pytest.raises(CorpusError, match=r"no kind of file that is read\): .*a\.csv"):
+    with pytest.raises(UserError, match=r"no kind of file that is read\): .*a\.csv"):
         run(tmp_path / "out", folder)
-    with pytest.raises(CorpusError, match=r"no kind of file that is read\): .*a\.csv"):
+    with pytest.raises(UserError, match=r"no kind of file that is read\): .*a\.csv"):
         run(tmp_path / "out", f"{folder}/*")
     (folder / "dataset_dict.json").write_text("no JSON")
-    with pytest.raises(CorpusError, match="is no readable saved dataset"):
+    with pytest.raises(UserError, match="is no readable saved dataset"):
         run(tmp_path / "out", folder)
 
 

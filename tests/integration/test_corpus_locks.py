@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_anchor.command_line import run as run_command
 from megatron_anchor.corpus import (
-    CorpusError,
     PreprocessConfig,
     TokenizerConfig,
     cli_merge,
@@ -22,8 +22,8 @@ from megatron_anchor.corpus import (
     locks,
     preprocess,
 )
-from megatron_anchor.corpus.cli import run as run_command
 from megatron_anchor.corpus.locks import Lock, locked, working_folder
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import corpus_files, texts, write_jsonl
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
@@ -85,7 +85,7 @@ def test_every_tool_that_writes_tells_of_the_other_job_first(
     work = lock.with_name("unfinished work")
     work.write_text("of the other job")
     try:
-        assert run_command(command, [*flags, *more]) == 1
+        assert run_command(command, [*flags, *more]) == 2
         told = capsys.readouterr().err
         assert f"another run is writing {out}" in told
         assert f"(process {os.getpid()} on " in told
@@ -97,7 +97,7 @@ def test_every_tool_that_writes_tells_of_the_other_job_first(
         other.release()
     work.unlink()
     again = more if there or not more else ()
-    expected = 1 if there and not more else 0
+    expected = 2 if there and not more else 0
     assert run_command(command, [*flags, *again]) == expected
     assert [
         p.name
@@ -119,7 +119,7 @@ def test_a_run_that_stands_still_is_alive(source, tmp_path, capsys, more):
         first.send_signal(signal.SIGSTOP)
         assert state.exists(), "the first run ended before it could be stopped"
         flags = [*preprocess_flags(source, tmp_path / "out"), *more]
-        assert run_command(cli_preprocess.main, flags) == 1
+        assert run_command(cli_preprocess.main, flags) == 2
         told = capsys.readouterr().err
         assert f"(process {first.pid} on " in told
         assert "--overwrite" not in told
@@ -174,5 +174,5 @@ def test_one_at_a_time_holds_a_lock_that_is_removed_each_time(tmp_path, monkeypa
 
 def test_a_place_that_cannot_be_written_is_told_as_such(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CorpusError, match="cannot be made: Not a directory"):
+    with pytest.raises(UserError, match="cannot be made: Not a directory"):
         Lock(tmp_path / "file" / "x.partial" / "lock", output="x")

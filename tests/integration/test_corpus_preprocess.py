@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_anchor.corpus import (
-    CorpusError,
     IndexedCorpus,
     PreprocessConfig,
     TokenizerConfig,
@@ -23,6 +22,7 @@ from megatron_anchor.corpus import (
 from megatron_anchor.corpus.inspection import inspect_corpus
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.upsampling import make_document_list
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import (
     HOSTILE,
     corpus_files,
@@ -307,7 +307,7 @@ def test_documents_that_lost_their_tokens_are_told(tmp_path):
     [problem] = inspect_corpus(tmp_path / "out_title_document").problems
     assert problem == "1 documents without tokens (the manifest states 2), at 1"
     source.write_text('{"text": "a", "more": ""}\n')
-    with pytest.raises(CorpusError, match="no document was written for 'more'"):
+    with pytest.raises(UserError, match="no document was written for 'more'"):
         run(tmp_path, source, json_keys=("text", "more"), name="none")
 
 
@@ -327,9 +327,9 @@ def test_domains_by_key_by_input_and_by_fallback(tmp_path):
         ("web", 1, 1),
         ("rest", 2, 2),
     ]
-    with pytest.raises(CorpusError, match=r"two.jsonl:2.*--domain NAME gives a fallback"):
+    with pytest.raises(UserError, match=r"two.jsonl:2.*--domain NAME gives a fallback"):
         run(tmp_path, two, name="none", domain_key="m.s")
-    with pytest.raises(CorpusError, match="--domain has 3 names for 2"):
+    with pytest.raises(UserError, match="--domain has 3 names for 2"):
         run(tmp_path, one, two, name="three", domain=("a", "b", "c"))
 
 

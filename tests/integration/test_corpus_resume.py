@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_anchor.corpus import CorpusError, PreprocessConfig, TokenizerConfig, preprocess
+from megatron_anchor.corpus import PreprocessConfig, TokenizerConfig, preprocess
 from megatron_anchor.corpus.output import CorpusOutput
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import corpus_files, texts, write_jsonl
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
@@ -181,7 +182,7 @@ def _unfinished(tmp_path: Path, **config) -> dict:
         "chunk_kb": 8,
         **config,
     }
-    with pytest.raises(CorpusError, match="not a string"):
+    with pytest.raises(UserError, match="not a string"):
         preprocess(PreprocessConfig(**config))
     return config
 
@@ -189,7 +190,7 @@ def _unfinished(tmp_path: Path, **config) -> dict:
 def test_a_stop_at_a_bad_row_goes_on_with_skip(tmp_path):
     config = _unfinished(tmp_path)
     assert (tmp_path / "out.partial" / "0.bin").stat().st_size > 0
-    with pytest.raises(CorpusError, match=r"--resume to go on from there, or --overwrite"):
+    with pytest.raises(UserError, match=r"--resume to go on from there, or --overwrite"):
         preprocess(PreprocessConfig(**config))
     preprocess(PreprocessConfig(**{**config, "resume": True, "on_error": "skip"}))
     other = {**config, "output_prefix": str(tmp_path / "whole"), "on_error": "skip"}
@@ -233,7 +234,7 @@ def test_resume_refuses_what_changed_and_shows_only_that(tmp_path, state, settin
     before = corpus_files(tmp_path / "out")
     if edit:
         edit(tmp_path / "in.jsonl")
-    with pytest.raises(CorpusError, match=f"made otherwise.*{named}") as caught:
+    with pytest.raises(UserError, match=f"made otherwise.*{named}") as caught:
         preprocess(PreprocessConfig(**{**config, "resume": True, **settings}))
     assert str(caught.value).count("->") <= 3, "what is the same is not listed"
     assert corpus_files(tmp_path / "out") == before
@@ -247,13 +248,13 @@ def test_resume_refuses_other_inputs(tmp_path, state):
         ((*config["input"], str(more)), r"more.jsonl.*(new|after)"),
         ((str(more),), r"(in.jsonl|more.jsonl)"),
     ):
-        with pytest.raises(CorpusError, match=f"made otherwise.*{named}"):
+        with pytest.raises(UserError, match=f"made otherwise.*{named}"):
             preprocess(PreprocessConfig(**{**config, "resume": True, "input": inputs}))
 
 
 def test_resume_refuses_other_keys_of_an_unfinished_run(tmp_path):
     config = _unfinished(tmp_path)
-    with pytest.raises(CorpusError, match=r"json_keys \[\"text\"\] -> \[\"body\"\]"):
+    with pytest.raises(UserError, match=r"json_keys \[\"text\"\] -> \[\"body\"\]"):
         preprocess(PreprocessConfig(**{**config, "resume": True, "json_keys": ("body",)}))
 
 
@@ -274,7 +275,7 @@ def test_resuming_a_finished_corpus_does_nothing_and_claims_no_speed(tmp_path, c
 def test_a_corpus_that_lost_a_file_is_not_taken_for_a_finished_one(tmp_path, ending):
     config = _finished(tmp_path)
     (tmp_path / f"out_text_document.{ending}").unlink()
-    with pytest.raises(CorpusError, match=f"{ending} is missing.*--overwrite"):
+    with pytest.raises(UserError, match=f"{ending} is missing.*--overwrite"):
         preprocess(PreprocessConfig(**{**config, "resume": True}))
 
 
@@ -292,9 +293,9 @@ def test_a_damaged_checkpoint_is_told_and_not_used(tmp_path, name, content):
         path.write_text(json.dumps(value))
     else:
         path.write_bytes(content)
-    with pytest.raises(CorpusError, match=r"(state|run).json.*--overwrite|made otherwise"):
+    with pytest.raises(UserError, match=r"(state|run).json.*--overwrite|made otherwise"):
         preprocess(PreprocessConfig(**{**config, "resume": True}))
-    with pytest.raises(CorpusError, match="not a string"):
+    with pytest.raises(UserError, match="not a string"):
         preprocess(PreprocessConfig(**{**config, "overwrite": True}))
 
 
@@ -307,11 +308,11 @@ def test_a_resumed_run_states_what_it_did_itself(tmp_path):
 def test_a_stop_at_a_bad_row_says_how_to_go_on_from_what_is_kept(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [*texts(), 7])
     config = {"input": (str(source),), "tokenizer": BYTES, "workers": 1, "progress": False}
-    with pytest.raises(CorpusError, match=r"--on-error skip --resume from .*out.partial"):
+    with pytest.raises(UserError, match=r"--on-error skip --resume from .*out.partial"):
         preprocess(PreprocessConfig(**config, output_prefix=str(tmp_path / "out"), chunk_kb=8))
     source = write_jsonl(tmp_path / "first.jsonl", [7])
     config["input"] = (str(source),)
-    with pytest.raises(CorpusError, match="run again with --on-error skip") as caught:
+    with pytest.raises(UserError, match="run again with --on-error skip") as caught:
         preprocess(PreprocessConfig(**config, output_prefix=str(tmp_path / "none")))
     assert "--resume" not in str(caught.value)
 
@@ -319,8 +320,8 @@ def test_a_stop_at_a_bad_row_says_how_to_go_on_from_what_is_kept(tmp_path):
 def test_resume_refuses_streams_that_lost_data(tmp_path):
     config = _unfinished(tmp_path)
     os.truncate(tmp_path / "out.partial" / "0.bin", 10)
-    with pytest.raises(CorpusError, match="the disk lost data"):
+    with pytest.raises(UserError, match="the disk lost data"):
         preprocess(PreprocessConfig(**{**config, "resume": True}))
     shutil.rmtree(tmp_path / "out.partial")
-    with pytest.raises(CorpusError, match="not a string"):
+    with pytest.raises(UserError, match="not a string"):
         preprocess(PreprocessConfig(**{**config, "resume": True}))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_anchor.command_line import run
 from megatron_anchor.corpus import (
-    CorpusError,
     PreprocessConfig,
     TokenizerConfig,
     cli_inspect,
@@ -22,7 +22,7 @@ from megatron_anchor.corpus import (
     cli_upsample,
     preprocess,
 )
-from megatron_anchor.corpus.cli import run
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import corpus_files, texts, tokenizer_json, write_jsonl
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -83,7 +83,7 @@ def test_preprocess_prints_a_summary_and_json(tmp_path, capsys):
 def test_errors_are_one_message_and_exit_code_1(tmp_path, capsys):
     source = write_jsonl(tmp_path / "in.jsonl", [7])
     flags = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--workers", "1"]
-    assert run(cli_preprocess.main, [*flags, "--tokenizer-type", "ByteLevelTokenizer"]) == 1
+    assert run(cli_preprocess.main, [*flags, "--tokenizer-type", "ByteLevelTokenizer"]) == 2
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].startswith(f"error: {source}:1: not a string")
     assert "Traceback" not in captured.err
@@ -98,7 +98,7 @@ def test_a_shard_below_0_and_shards_without_ray_are_one_message(tmp_path, capsys
         (["--shard=-1/5"], "--shard -1/5: expected i/n"),
         (["--shards", "4"], "--shards is for --executor ray"),
     ):
-        assert run(cli_preprocess.main, [*flags, *more]) == 1
+        assert run(cli_preprocess.main, [*flags, *more]) == 2
         assert f"error: {message}" in capsys.readouterr().err
 
 
@@ -156,9 +156,9 @@ def test_inspect_shows_a_document_as_text(corpus, capsys):
     tokenizer = ["--tokenizer-type", "ByteLevelTokenizer"]
     assert run(cli_inspect.main, [str(corpus), "--document", "3", *tokenizer]) == 0
     assert texts()[3][:200] in capsys.readouterr().out
-    assert run(cli_inspect.main, [str(corpus), "--document", "3"]) == 1
+    assert run(cli_inspect.main, [str(corpus), "--document", "3"]) == 2
     assert "give --tokenizer-type ByteLevelTokenizer" in capsys.readouterr().err
-    assert run(cli_inspect.main, [str(corpus), "--document", "9999", *tokenizer]) == 1
+    assert run(cli_inspect.main, [str(corpus), "--document", "9999", *tokenizer]) == 2
     assert "which holds 0 to" in capsys.readouterr().err
     other = ["--tokenizer-model", str(tokenizer_json())]
     run(cli_inspect.main, [str(corpus), "--document", "3", "--max-tokens", "2", *other])
@@ -172,7 +172,7 @@ def test_upsample_prints_before_and_after_and_draws(corpus, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.index("before:") < out.index("after:")
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
-    assert run(cli_upsample.main, flags) == 1
+    assert run(cli_upsample.main, flags) == 2
     assert "exists" in capsys.readouterr().err
     flags += ["--overwrite", "--json", "--mixture", "d0=0.9,d1=0.1"]
     assert run(cli_upsample.main, flags) == 0
@@ -200,13 +200,13 @@ def test_places_that_cannot_be_written_are_one_message_of_every_tool(corpus, tmp
         (cli_inspect.main, [str(corpus), "--png", f"{below}.png"]),
         (cli_upsample.main, [str(corpus), "--output", f"{below}.npy"]),
     ):
-        assert run(main, flags) == 1
+        assert run(main, flags) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("error: ")
         assert below in error
         assert "None" not in error
         assert sorted(tmp_path.iterdir()) == before
-    assert run(cli_upsample.main, [str(corpus), *listed, "--png", f"{below}.png"]) == 1
+    assert run(cli_upsample.main, [str(corpus), *listed, "--png", f"{below}.png"]) == 2
     assert f"{below}.png" in capsys.readouterr().err
 
 
@@ -224,7 +224,7 @@ def test_a_full_disk_is_named_and_nothing_is_left_behind(corpus, tmp_path, capsy
         code = run(tool.main, flags)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert code == 1
+    assert code == 2
     assert "cannot be written: File too large" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
 
@@ -237,7 +237,7 @@ def test_mixtures_and_sizes_that_say_nothing_are_refused(corpus, tmp_path, capsy
         (["--tokens", "1"], "too little to draw a single document"),
         (["--tokens", "0"], "expected at least 1"),
     ):
-        assert run(cli_upsample.main, [*flags, *more]) == 1
+        assert run(cli_upsample.main, [*flags, *more]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "l.npy").exists()
 
@@ -289,7 +289,7 @@ def test_ray_gives_the_bytes_of_one_run(tmp_path, request):
     config = {"tokenizer": BYTES, "append_eod": True, "workers": 1, "progress": False}
     many = PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "many"), **config)
     bad_row = rf"shard 2/3: .*in.jsonl:{len(texts()) + 1}: not a str"
-    with pytest.raises(CorpusError, match=bad_row):
+    with pytest.raises(UserError, match=bad_row):
         # starts and ends a local Ray by itself
         _patiently(lambda: preprocess_on_ray(many, shards=3))
     assert not ray.is_initialized()
@@ -306,5 +306,5 @@ def test_ray_gives_the_bytes_of_one_run(tmp_path, request):
 def test_ray_is_asked_for_by_name_where_it_is_missing(tmp_path, capsys):
     source = write_jsonl(tmp_path / "in.jsonl", ["a"])
     flags = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--executor", "ray"]
-    assert run(cli_preprocess.main, [*flags, "--tokenizer-type", "ByteLevelTokenizer"]) == 1
+    assert run(cli_preprocess.main, [*flags, "--tokenizer-type", "ByteLevelTokenizer"]) == 2
     assert "pip install ray" in capsys.readouterr().err

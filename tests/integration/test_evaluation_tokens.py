@@ -15,7 +15,7 @@ from megatron_anchor.corpus import (
     TokenizerConfig,
     preprocess,
 )
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.tokens import PromptTokenizer
 from tests.corpus_fixtures import (
     HOSTILE,
@@ -152,18 +152,18 @@ def test_lm_eval_is_refused_a_tokenizer_that_transformers_reads_otherwise(tmp_pa
         for text in (" a", "a  b", " x")
     )
     if differ:  # as of transformers 5
-        with pytest.raises(EvaluationError, match="transformers, which lm-eval uses, gives"):
+        with pytest.raises(UserError, match="transformers, which lm-eval uses, gives"):
             ours.require_same_in_transformers()
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", other)
-    with pytest.raises(EvaluationError, match=r"gives ' a' the ids .*take --engine hf, or name"):
+    with pytest.raises(UserError, match=r"gives ' a' the ids .*take --engine hf, or name"):
         tokenizer.require_same_in_transformers()
 
     def fails(*args, **more):
         raise ValueError("no such class")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
-    with pytest.raises(EvaluationError, match=r"does not load in transformers.*--engine hf"):
+    with pytest.raises(UserError, match=r"does not load in transformers.*--engine hf"):
         tokenizer.require_same_in_transformers()
 
 
@@ -175,14 +175,14 @@ def test_lm_eval_is_refused_a_tokenizer_with_code_of_its_own(tmp_path):
     path.write_text(json.dumps(settings))
     (folder / "evil.py").write_text("raise SystemExit('this code ran')\n")
     tokenizer = PromptTokenizer(folder)
-    with pytest.raises(EvaluationError, match="code of its own"):
+    with pytest.raises(UserError, match="code of its own"):
         tokenizer.require_same_in_transformers()
 
 
 def test_ranks_in_a_folder_need_no_conversion(tmp_path):
     (tmp_path / "ranks").mkdir()
     shutil.copy(tiktoken_ranks(), tmp_path / "ranks" / "tokenizer.model")
-    with pytest.raises(EvaluationError, match=r"cannot be used \(.*--tiktoken-pattern"):
+    with pytest.raises(UserError, match=r"cannot be used \(.*--tiktoken-pattern"):
         PromptTokenizer(tmp_path / "ranks")
 
 
@@ -191,7 +191,7 @@ def test_ranks_in_a_folder_need_no_conversion(tmp_path):
     [("bos", "has no bos token"), ("99999", "the tokenizer has"), ("x", "expected auto, none")],
 )
 def test_a_first_token_that_is_not_there_is_refused(tmp_path, first, what):
-    with pytest.raises(EvaluationError, match=what):
+    with pytest.raises(UserError, match=what):
         PromptTokenizer(gpt2_without_bos(tmp_path / "a"), first_token=first)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
+from megatron_anchor.command_line import run as run_command
 from megatron_anchor.evaluation.cli import main
 from tests.evaluation_models import tiny_model
 
@@ -32,7 +33,7 @@ def models(tmp_path_factory):
 
 def run(capsys, *words, expect=0):
     """Run in this process; give what was printed."""
-    code = main([*map(str, words), "--no-progress", "--device", "cpu"])
+    code = run_command(main, [*map(str, words), "--no-progress", "--device", "cpu"])
     said = capsys.readouterr()
     assert code == expect, said.out + said.err
     return said.out if expect == 0 else said.err

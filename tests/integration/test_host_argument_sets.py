@@ -51,8 +51,8 @@ def test_sets_with_rotary_positions_are_refused_for_what_is_not_there_only():
 def test_a_set_is_judged_by_its_arguments_alone():
     words = GOOD.split()
     assert reasons(words) == [], "files are not looked at, and Transformer Engine is there"
-    [reason] = reasons([*words, "--mtp-num-layers", "2"])
-    assert kind_of(reason).startswith("--mtp-num-layers: multi-token prediction")
+    [reason] = reasons([*words, "--heterogeneous-layers-config-path", "x"])
+    assert kind_of(reason).startswith("--heterogeneous-layers-config-path")
     assert reasons(["--packign"]) == ["not parsed: unrecognized arguments: --packign"]
 
 

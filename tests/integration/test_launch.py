@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron_anchor.packing.patterns import check_attention_pattern
+from megatron_anchor.packing.patterns import attention_pattern
 from megatron_anchor.pretrain_gpt import _ending_for_users
 from tests.distributed.pretraining import MODEL, TRAINING, write_corpus
 
@@ -62,7 +62,7 @@ def test_missing_corpus_ends_with_its_name_and_no_traceback(tmp_path):
 
 def test_only_errors_of_this_package_end_without_traceback(capsys):
     def ours():
-        check_attention_pattern("anchr")
+        attention_pattern("anchr")
 
     def foreign():
         int("x")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.pretraining import run_program
-from tests.distributed.ranks import _CONTEXT, _free_port
+from tests.distributed.ranks import _CONTEXT, free_port
 
 TIMEOUT = 110
 """Seconds; only a hang takes so long."""
@@ -100,7 +100,7 @@ def start(
     """
     process = _CONTEXT.Process(
         target=_main,
-        args=(arguments, log, rank, ranks, port or _free_port(), killed, before, before_args),
+        args=(arguments, log, rank, ranks, port or free_port(), killed, before, before_args),
     )
     process.start()
     return Job(process, log)
@@ -119,7 +119,7 @@ def run_ranks_until_one_ends(
     Returns:
         The ranks that ended by themselves.
     """
-    port = _free_port()
+    port = free_port()
     jobs = {
         rank: start(
             arguments,

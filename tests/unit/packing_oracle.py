@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_anchor.corpus.manifest import DomainCount, KeyManifest
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
-from megatron_anchor.packing.patterns import ANCHORED, ATTENTION_PATTERNS
+from megatron_anchor.packing.patterns import attention_patterns
 
 ANCHOR, PAD, VOCAB_SIZE = 1, 0, 60000
 TENSOR_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "router_mask", "cu_seqlens")
@@ -251,6 +251,8 @@ def build_train(prefix: str, num_samples: int | None = None, **settings: Any) ->
     return build(make_config(prefix, **settings), num_samples)[0]
 
 
+ATTENTION_PATTERNS = tuple(pattern.name for pattern in attention_patterns())
+
 DOMAINS = ["a", "bc", "unknown"]
 """Domains of the tests' corpora; the last one says nothing."""
 
@@ -328,8 +330,10 @@ def packings(draw: st.DrawFn, *, unique: bool = False) -> dict[str, Any]:
             "packing": draw(st.sampled_from(["concat", "best-fit"])),
             "document_alignment": alignment,
             "attention_pattern": pattern,
-            "anchor_position": draw(st.sampled_from([0, 0, 3])) if pattern in ANCHORED else 0,
-            "first_token_loss": draw(st.booleans()),
+            "anchor_position": draw(st.sampled_from([0, 0, 3]))
+            if pattern.startswith("anchor")
+            else 0,
+            "anchor_first_token_loss": draw(st.booleans()),
             "domain_tags": tagged,
             "domain_tag_format": "{domain}:",
             "random_seed": draw(st.integers(0, 9)),

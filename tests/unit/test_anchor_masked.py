@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_anchor.attention.backends.sdpa import attend
-from megatron_anchor.attention.masks import dense_mask
 from megatron_anchor.attention.packed import pack_micro_batch
-from megatron_anchor.packing.layout import positions, segment_borders
+from megatron_anchor.packing.patterns import attention_pattern
+from megatron_anchor.packing.positions import positions
+from tests.masks import dense_mask
 from tests.oracle import dense_attention
 
 LAYERS, HEADS, D = 3, 2, 8
@@ -65,11 +66,11 @@ def test_copies_compute_what_one_anchor_seen_by_the_first_document_does(
         positions(
             borders,
             int(borders[-1]),
-            attention_pattern="anchor-masked",
+            pattern=attention_pattern("anchor-masked"),
             anchor_position=anchor_position,
         )
     )
-    cu_seqlens = segment_borders(borders, attention_pattern="anchor-masked")
+    cu_seqlens = attention_pattern("anchor-masked").segments(borders)
     packed = pack_micro_batch(
         position_T[None], torch.from_numpy(cu_seqlens)[None], seq_length=int(borders[-1])
     )
@@ -90,29 +91,14 @@ def test_copies_compute_what_one_anchor_seen_by_the_first_document_does(
 def test_it_is_not_the_anchor_pattern() -> None:
     borders = np.array([0, 5, 9, 10])
     ours, anchor = (
-        segment_borders(borders, attention_pattern=name).tolist()
-        for name in ("anchor-masked", "anchor")
+        attention_pattern(name).segments(borders).tolist() for name in ("anchor-masked", "anchor")
     )
     assert ours == [0, 5, 6, 9, 10]
     assert anchor == [0, 5, 9, 10]
 
 
-def test_alignment_and_planning_are_refused_with_the_reason() -> None:
-    from megatron_anchor.planner.gpus import find_gpu
-    from megatron_anchor.planner.lengths import long_documents
-    from megatron_anchor.planner.models import MODELS
-    from megatron_anchor.planner.plan import Question
+def test_alignment_is_refused_with_the_reason() -> None:
     from tests.unit.packing_oracle import make_config
 
-    with pytest.raises(ValueError, match="--document-alignment 4 cannot be kept under"):
+    with pytest.raises(ValueError, match=r"which no --document-alignment 4 .* can keep"):
         make_config("nowhere", attention_pattern="anchor-masked", document_alignment=4)
-    with pytest.raises(ValueError, match="is a control for experiments: plan with anchor"):
-        Question(
-            "llama-2-7b",
-            MODELS["llama-2-7b"][0],
-            long_documents(100),
-            find_gpu("A100-80GB"),
-            gpus=8,
-            sequence_length=4096,
-            pattern="anchor-masked",
-        )

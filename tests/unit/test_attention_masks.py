@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.attention.masks import dense_mask, document_of_slot
+from tests.masks import dense_mask, document_of_slot
 from tests.oracle import dense_attention
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)

@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_anchor.packing.patterns import ATTENTION_PATTERNS
 from megatron_anchor.training import bad_batch
 from megatron_anchor.training.bad_batch_files import SampleRecord, _ranges
 from megatron_anchor.training.context_parallel import ContextParallel
-from tests.unit.packing_oracle import build, build_train, make_config, write_corpus
+from tests.unit.packing_oracle import (
+    ATTENTION_PATTERNS,
+    build,
+    build_train,
+    make_config,
+    write_corpus,
+)
 
 S, P = 16, 2
 

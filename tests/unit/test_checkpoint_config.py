@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.extension import BASES, extended
 from megatron_anchor.checkpoint.hugging_face_config import config_for, model_of
+from megatron_anchor.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 NAMES = sorted(path.stem for path in (CONFIGS / "4.57").glob("*.json"))
@@ -78,13 +78,13 @@ def test_the_oldest_form_of_scaling_is_understood():
 
 def test_contradicting_forms_are_refused_with_both_values():
     config = stored("5.24", "llama") | {"rope_theta": 5e6}
-    with pytest.raises(CheckpointError, match=r"contradicts rope_theta 5000000\.0"):
+    with pytest.raises(UserError, match=r"contradicts rope_theta 5000000\.0"):
         model_of(config)
 
 
 def test_a_sliding_window_is_refused_unless_it_is_dropped():
     config = stored("4.57", "mistral") | {"sliding_window": 128}
-    with pytest.raises(CheckpointError, match="--drop-sliding-window"):
+    with pytest.raises(UserError, match="--drop-sliding-window"):
         model_of(config)
     model = model_of(config, drop_sliding_window=True)
     assert config_for(model, dtype="bfloat16", like=config)["sliding_window"] is None
@@ -100,7 +100,7 @@ def test_a_sliding_window_that_is_off_or_as_long_as_the_model_is_no_window():
 def test_a_window_that_the_class_has_by_default_is_a_window():
     config = stored("4.57", "mistral") | {"max_position_embeddings": 32768}
     del config["sliding_window"]
-    with pytest.raises(CheckpointError, match="sliding_window 4096 of 32768"):
+    with pytest.raises(UserError, match="sliding_window 4096 of 32768"):
         model_of(config)
 
 
@@ -128,7 +128,7 @@ def test_the_original_length_of_a_scaling_stays_when_the_length_is_extended():
     ],
 )
 def test_what_cannot_be_converted_is_refused_with_its_value(change, message):
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         model_of(stored("4.57", "llama") | change)
 
 
@@ -144,5 +144,5 @@ def test_extension_takes_the_papers_bases():
     assert extended(model, extend_to=65536).positions == 65536
     assert extended(model, extend_to=65536, rotary_base=3e6).rotary_base == 3e6
     assert extended(model) == model
-    with pytest.raises(CheckpointError, match="--extend-to 50000"):
+    with pytest.raises(UserError, match="--extend-to 50000"):
         extended(model, extend_to=50000)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.hugging_face_config import model_of, sliding_window
 from megatron_anchor.checkpoint.transformers_config import DEFAULTED, ROPE, SIZES
+from megatron_anchor.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 OURS = {
@@ -62,7 +62,7 @@ def test_no_value_of_a_field_ends_in_a_traceback(family, value):
     for name in (*SIZES, *DEFAULTED, *ROPE, "architectures", "model_type"):
         try:
             model_of(stored(family) | {name: value})
-        except CheckpointError as error:
+        except UserError as error:
             refused += "config.json" in str(error) or "unknown architecture" in str(error)
     assert refused >= len(SIZES)
 
@@ -79,5 +79,5 @@ def test_no_value_of_a_field_ends_in_a_traceback(family, value):
     ],
 )
 def test_the_field_and_its_value_are_named(change, message):
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         model_of(stored("llama") | change)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
+from megatron_anchor.errors import UserError
 from tests.conversion_models import hugging_face_model, weights_of
 
 
@@ -43,7 +43,7 @@ def copy(original, tmp_path):
 def refused(convert, source, message, *, tmp_path, **options):
     """Expect an error, and no trace of an output."""
     before = set(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         convert(source, tmp_path / "out", progress=False, **options)
     assert set(tmp_path.iterdir()) == before
     return str(caught.value)
@@ -354,7 +354,7 @@ def test_a_base_that_megatron_cannot_be_given_is_refused(copy, tmp_path, base):
 
 
 def test_an_output_path_that_the_shell_would_split_is_refused(copy, tmp_path):
-    with pytest.raises(CheckpointError, match="cannot pass a path with spaces"):
+    with pytest.raises(UserError, match="cannot pass a path with spaces"):
         convert_to_megatron(copy / "hf", tmp_path / "my model", progress=False)
     assert not (tmp_path / "my model").exists()
 
@@ -519,7 +519,7 @@ def test_a_link_as_output_is_followed(copy, tmp_path, there):
 
 
 def test_a_mount_point_is_refused_before_anything_is_written(copy):
-    with pytest.raises(CheckpointError, match="is a mount point"):
+    with pytest.raises(UserError, match="is a mount point"):
         convert_to_megatron(copy / "hf", "/proc", progress=False)
 
 
@@ -535,5 +535,5 @@ def test_a_shard_size_that_is_none_is_refused(copy, tmp_path, size):
     from megatron_anchor.checkpoint.cli_to_hugging_face import main
 
     flags = ["--megatron", str(copy / "megatron"), "--out", str(tmp_path / "out")]
-    with pytest.raises(CheckpointError, match="--max-shard-size"):
+    with pytest.raises(UserError, match="--max-shard-size"):
         main([*flags, "--max-shard-size", size])

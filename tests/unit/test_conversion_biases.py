@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import BIASED, FAMILIES
 from megatron_anchor.checkpoint.hugging_face_config import model_of
 from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
 from megatron_anchor.checkpoint.torch_dist_reader import TorchDistCheckpoint
+from megatron_anchor.errors import UserError
 from tests.conversion_models import SHAPE, hugging_face_model, weights_of
 
 QUIET = {"progress": False}
@@ -67,9 +67,7 @@ def test_trained_biases_are_all_exported_without_like(trained):
 
     loaded = AutoModelForCausalLM.from_pretrained(trained / "back").state_dict()
     assert loaded.keys() == weights.keys()
-    with pytest.raises(
-        CheckpointError, match=r"was trained, but LlamaForCausalLM .* without --like"
-    ):
+    with pytest.raises(UserError, match=r"was trained, but LlamaForCausalLM .* without --like"):
         convert_to_hugging_face(trained / "megatron", trained / "x", like=trained / "hf", **QUIET)
 
 
@@ -84,7 +82,7 @@ def test_attention_biases_that_bring_biases_without_a_place_are_refused(name):
     config = {**CONFIG, "architectures": [name], "attention_bias": True}
     if "Moe" in name:
         config |= {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
-    with pytest.raises(CheckpointError, match=r"attention_bias true .* has no mlp_bias"):
+    with pytest.raises(UserError, match=r"attention_bias true .* has no mlp_bias"):
         model_of(config)
 
 
@@ -96,7 +94,7 @@ def test_a_run_with_biases_is_not_exported_as_a_family_without_them(tmp_path):
         state = TorchDistCheckpoint(path, files).common_state()
     state["args"].add_bias_linear = True
     torch.save(state, path / "common.pt")
-    with pytest.raises(CheckpointError, match="mlp_bias, for which Qwen3ForCausalLM has no place"):
+    with pytest.raises(UserError, match="mlp_bias, for which Qwen3ForCausalLM has no place"):
         convert_to_hugging_face(tmp_path / "megatron", tmp_path / "back", **QUIET)
 
 

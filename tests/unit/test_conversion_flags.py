@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron_anchor.checkpoint.argument_check import check_representable
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.hugging_face_config import config_for, model_of
 from megatron_anchor.checkpoint.megatron_args import (
     argument_values,
@@ -15,6 +14,7 @@ from megatron_anchor.checkpoint.megatron_args import (
     model_from_args,
     namespace,
 )
+from megatron_anchor.errors import UserError
 from megatron_anchor.training.arguments import add_anchor_arguments, rope_scaling
 from tests.conversion_models import MODELS, hugging_face_model
 
@@ -89,7 +89,7 @@ def test_a_run_of_stock_megatron_has_none_of_our_flags(parse):
     ],
 )
 def test_a_run_that_is_none_of_the_families_is_refused(flags, message, parse):
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         check_representable(vars(parse([*RUN, flags])))
 
 
@@ -112,7 +112,7 @@ def test_an_export_has_one_base_where_the_rope_parameters_name_it_too(kind, pars
 def test_two_bases_are_refused_with_both_unless_one_is_ignored(parse):
     args = parse([*RUN, "--disable-bias-linear"])
     args.rope_parameters = '{"rope_type": "default", "rope_theta": 5000000}'
-    with pytest.raises(CheckpointError, match=r"rope_theta 5000000 .* expected 10000"):
+    with pytest.raises(UserError, match=r"rope_theta 5000000 .* expected 10000"):
         check_representable(vars(args))
     [note] = check_representable(vars(args), ignored=["rope_parameters"])
     assert "rope_theta 5000000" in note

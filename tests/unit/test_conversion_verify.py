@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_anchor.checkpoint import cli, cli_verify
+from megatron_anchor import command_line
+from megatron_anchor.checkpoint import cli_verify
 from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
 from tests.conversion_models import hugging_face_model
 
@@ -28,7 +29,7 @@ def mistral(tmp_path_factory):
 
 def verdict(capsys, megatron, folder, *flags, expect):
     arguments = ["--megatron", megatron, "--hf", folder, "--no-logits", *flags]
-    assert cli.run(cli_verify.main, list(map(str, arguments))) == expect
+    assert command_line.run(cli_verify.main, list(map(str, arguments))) == expect
     return capsys.readouterr().out
 
 

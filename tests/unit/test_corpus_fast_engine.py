@@ -11,11 +11,12 @@ import random
 import numpy as np
 import pytest
 
-from megatron_anchor.corpus import CorpusError, TokenizerConfig, load_tokenizer
+from megatron_anchor.corpus import TokenizerConfig, load_tokenizer
 from megatron_anchor.corpus.tokenizers import choose_engine
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe
 from megatron_anchor.corpus.tokenizers.byte_level import TextProof, unproven
 from megatron_anchor.corpus.tokenizers.tiktoken_ranks import PATTERNS
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import HOSTILE, folder
 
 gigatoken = pytest.importorskip("gigatoken")
@@ -185,7 +186,7 @@ def test_asking_for_it_there_is_refused_with_the_reason(reason):
     recipe, why = choose_engine(tokenizer, wanted="auto", sample=["a"], threads=1)
     assert recipe.name == "tokenizers"
     assert reason in why
-    with pytest.raises(CorpusError, match=reason):
+    with pytest.raises(UserError, match=reason):
         choose_engine(tokenizer, wanted="gigatoken", sample=["a"], threads=1)
 
 
@@ -269,7 +270,7 @@ def test_sentencepiece_models_keep_their_own_library(tmp_path):
     assert [row.tolist() for row in recipe.make().encode_batch(texts)] == [
         theirs.encode(text) for text in texts
     ]
-    with pytest.raises(CorpusError, match="otherwise than sentencepiece"):
+    with pytest.raises(UserError, match="otherwise than sentencepiece"):
         choose_engine(tokenizer, wanted="gigatoken", sample=["a"], threads=1)
 
 

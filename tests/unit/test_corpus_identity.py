@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_anchor.corpus import (
-    CorpusError,
     IndexedCorpus,
     PreprocessConfig,
     TokenizerConfig,
@@ -27,6 +26,7 @@ from megatron_anchor.corpus.identity import (
 )
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.sources import resolve
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import (
     corpus_files,
     folder,
@@ -212,11 +212,11 @@ def test_corpora_with_and_without_control_tokens_in_their_texts_are_not_merged(t
     ]
     sizes = [len(IndexedCorpus.open(part).tokens) for part in parts]
     assert sizes[0] > sizes[1] == 3
-    with pytest.raises(CorpusError, match="tokenizer fingerprint"):
+    with pytest.raises(UserError, match="tokenizer fingerprint"):
         merge_corpora(parts, tmp_path / "all", progress=False)
     config = {"input": (str(tmp_path / "a.jsonl"),), "output_prefix": str(tmp_path / "a")}
     config |= {"tokenizer": replace(plain, allow_special_in_text=True), "workers": 1}
-    with pytest.raises(CorpusError, match=r"made otherwise.*tokenizer"):
+    with pytest.raises(UserError, match=r"made otherwise.*tokenizer"):
         preprocess(PreprocessConfig(**config, resume=True, progress=False))
 
 
@@ -230,7 +230,7 @@ def test_parts_that_treat_texts_otherwise_are_not_merged_however_often(tmp_path,
         value = {"lang": "x"} if option == "sentences" else not content["settings"][option]
         content["settings"][option] = value
         path.write_text(json.dumps(content))
-        with pytest.raises(CorpusError, match=f"has {option} "):
+        with pytest.raises(UserError, match=f"has {option} "):
             merge_corpora([a, prefix], tmp_path / "more", progress=False)
     merge_corpora([b, tmp_path / "all"], tmp_path / "more", progress=False)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_anchor.corpus import CorpusError, IndexedCorpus, token_dtype
+from megatron_anchor.corpus import IndexedCorpus, token_dtype
 from megatron_anchor.corpus.indexed import write_index
+from megatron_anchor.errors import UserError
 
 
 def make(prefix: Path, documents, dtype=np.uint16) -> IndexedCorpus:
@@ -60,7 +61,7 @@ def test_documents_are_ranges_of_sequences(tmp_path):
     found = [corpus.document(i).tolist() for i in range(len(corpus))]
     assert found == [[1, 2, 3], [4, 5, 6], [], [7, 8, 9, 10]]
     assert corpus.document_lengths().tolist() == [3, 3, 0, 4]
-    with pytest.raises(CorpusError, match="holds 0 to 3"):
+    with pytest.raises(UserError, match="holds 0 to 3"):
         corpus.document(4)
 
 
@@ -93,7 +94,7 @@ def test_damaged_files_are_told_apart(tmp_path):
 
     def broken(data: bytes, message: str) -> None:
         (tmp_path / "c.idx").write_bytes(data)
-        with pytest.raises(CorpusError, match=message):
+        with pytest.raises(UserError, match=message):
             IndexedCorpus.open(tmp_path / "c")
 
     broken(b"", "not a Megatron index")
@@ -103,10 +104,10 @@ def test_damaged_files_are_told_apart(tmp_path):
     broken(idx[:17] + b"\x63" + idx[18:], "dtype code 99")
     (tmp_path / "c.idx").write_bytes(idx)
     (tmp_path / "c.bin").write_bytes(b"\x01")
-    with pytest.raises(CorpusError, match="no whole number"):
+    with pytest.raises(UserError, match="no whole number"):
         IndexedCorpus.open(tmp_path / "c")
     (tmp_path / "c.bin").unlink()
-    with pytest.raises(CorpusError, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist"):
         IndexedCorpus.open(tmp_path / "c")
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megatron_anchor.corpus import (
-    CorpusError,
     IndexedCorpus,
     PreprocessConfig,
     TokenizerConfig,
@@ -15,6 +14,7 @@ from megatron_anchor.corpus import (
 )
 from megatron_anchor.corpus.cli_merge import expand
 from megatron_anchor.corpus.merge import merge_corpora
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import corpus_files, texts, write_jsonl
 from tests.unit.test_corpus_indexed import make
 
@@ -128,7 +128,7 @@ def test_offsets_beyond_2_to_32_survive_merging(tmp_path, monkeypatch):
 )
 def test_corpora_that_differ_are_refused(tmp_path, change, message):
     parts = [build(tmp_path, "a", ["x"]), build(tmp_path, "b", ["y"], **change)]
-    with pytest.raises(CorpusError, match=message):
+    with pytest.raises(UserError, match=message):
         merge_corpora(parts, tmp_path / "all", progress=False)
     assert not (tmp_path / "all.idx").exists()
     assert not (tmp_path / "all.merging").exists()
@@ -143,16 +143,16 @@ def test_wrong_calls_are_refused(tmp_path):
         ([part, tmp_path / "none"], "all", "does not exist"),
         ([part, foreign], "all", "manifest.json is missing"),
     ):
-        with pytest.raises(CorpusError, match=message):
+        with pytest.raises(UserError, match=message):
             merge_corpora(parts, tmp_path / output, progress=False)
     merge_corpora([part], tmp_path / "all", progress=False)
-    with pytest.raises(CorpusError, match="exists"):
+    with pytest.raises(UserError, match="exists"):
         merge_corpora([part], tmp_path / "all", progress=False)
     merge_corpora([part, part], tmp_path / "all", overwrite=True, progress=False)
     assert len(IndexedCorpus.open(tmp_path / "all")) == 4
     with open(tmp_path / "a_text_document.bin", "ab") as stream:
         stream.write(b"\x00\x00")
-    with pytest.raises(CorpusError, match="holds 3 tokens, the index states 2"):
+    with pytest.raises(UserError, match="holds 3 tokens, the index states 2"):
         merge_corpora([part], tmp_path / "again", progress=False)
 
 
@@ -161,7 +161,7 @@ def test_patterns_are_sorted_by_their_numbers(tmp_path):
         make(tmp_path / f"part{number}", [[[number]]])
     found = expand([str(tmp_path / "part*")])
     assert [path.rsplit("part")[-1] for path in found] == ["1", "9", "10"]
-    with pytest.raises(CorpusError, match=r"no .idx file matches"):
+    with pytest.raises(UserError, match=r"no .idx file matches"):
         expand([str(tmp_path / "other*")])
 
 
@@ -212,7 +212,7 @@ def test_shards_are_merged_in_their_order_whatever_the_order_given(tmp_path):
 def test_missing_shards_are_refused_unless_that_is_wanted(tmp_path, absent):
     parts = shards(tmp_path)
     del parts[absent]
-    with pytest.raises(CorpusError, match=f"{absent}/3 are not given.*--allow-missing-shards"):
+    with pytest.raises(UserError, match=f"{absent}/3 are not given.*--allow-missing-shards"):
         merge_corpora(parts, tmp_path / "all", progress=False)
     assert not (tmp_path / "all.idx").exists()
     manifest = merge_corpora(parts, tmp_path / "all", allow_missing_shards=True, progress=False)
@@ -228,7 +228,7 @@ def test_a_shard_given_twice_is_refused(tmp_path):
         shutil.copy(f"{parts[1]}.{ending}", tmp_path / f"copy.{ending}")
     for doubled in (parts[1], tmp_path / "copy"):
         for allow in (False, True):
-            with pytest.raises(CorpusError, match="are both shard 1/3"):
+            with pytest.raises(UserError, match="are both shard 1/3"):
                 merge_corpora(
                     [*parts, doubled],
                     tmp_path / "all",
@@ -274,9 +274,9 @@ def test_wrong_domains_are_told_by_every_tool(tmp_path, damage):
     _damage_domains(tmp_path / "a_text_document.domains.npy")[damage]()
     [problem, *_] = inspect_corpus(part).problems
     assert "domains.npy" in problem
-    with pytest.raises(CorpusError, match=r"domains.npy"):
+    with pytest.raises(UserError, match=r"domains.npy"):
         merge_corpora([part], tmp_path / "all", progress=False)
-    with pytest.raises(CorpusError, match=r"domains.npy"):
+    with pytest.raises(UserError, match=r"domains.npy"):
         make_document_list(part, tmp_path / "list.npy")
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(("all", "list"))]
 
@@ -312,8 +312,8 @@ WRONG_INDICES = {
 def test_a_damaged_index_is_told_by_every_tool(tmp_path, damage, capsys):
     from dataclasses import replace
 
+    from megatron_anchor.command_line import run
     from megatron_anchor.corpus import cli_inspect, cli_merge, cli_upsample
-    from megatron_anchor.corpus.cli import run
 
     corpus = make(tmp_path / "c", [[[1, 2]], [[3]], [[4, 5, 6]]])
     parts = ("lengths", "pointers", "document_indices")
@@ -325,11 +325,11 @@ def test_a_damaged_index_is_told_by_every_tool(tmp_path, damage, capsys):
     prefix, out = str(tmp_path / "c"), str(tmp_path / "out")
     assert run(cli_inspect.main, [prefix]) == 1
     assert "PROBLEM" in capsys.readouterr().out
-    assert run(cli_merge.main, ["--input", prefix, "--output-prefix", out, "--no-progress"]) == 1
+    assert run(cli_merge.main, ["--input", prefix, "--output-prefix", out, "--no-progress"]) == 2
     assert "do not agree" in capsys.readouterr().err
-    assert run(cli_upsample.main, [prefix, "--output", f"{out}.npy"]) == 1
+    assert run(cli_upsample.main, [prefix, "--output", f"{out}.npy"]) == 2
     assert "do not agree" in capsys.readouterr().err
     for document in range(3):
         flags = [prefix, "--document", str(document), "--tokenizer-type", "ByteLevelTokenizer"]
-        assert run(cli_inspect.main, flags) in (0, 1)
+        assert run(cli_inspect.main, flags) in (0, 2)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("out")]

@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_anchor.corpus import (
-    CorpusError,
-    IndexedCorpus,
-    PreprocessConfig,
-    TokenizerConfig,
-    preprocess,
-)
+from megatron_anchor.corpus import IndexedCorpus, PreprocessConfig, TokenizerConfig, preprocess
 from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter, model_digest
+from megatron_anchor.errors import UserError
 
 PROSE = (
     "Dr. Smith went to Washington. He met Mr. Jones there.\n\n"
@@ -97,11 +92,11 @@ def test_models_are_told_apart_by_what_they_hold(punkt, tmp_path):
 def test_a_missing_model_is_told_with_the_remedy(punkt, tmp_path, monkeypatch):
     monkeypatch.setenv("NLTK_DATA", str(tmp_path))
     monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
-    with pytest.raises(CorpusError, match=r"nltk.downloader punkt_tab.*--punkt-path"):
+    with pytest.raises(UserError, match=r"nltk.downloader punkt_tab.*--punkt-path"):
         make_splitter(SplitterConfig())
-    with pytest.raises(CorpusError, match="no Punkt model for --lang german"):
+    with pytest.raises(UserError, match="no Punkt model for --lang german"):
         make_splitter(SplitterConfig(language="german", punkt_path=str(punkt)))
-    with pytest.raises(CorpusError, match="no Punkt model"):
+    with pytest.raises(UserError, match="no Punkt model"):
         make_splitter(SplitterConfig(punkt_path=str(tmp_path)))
 
 

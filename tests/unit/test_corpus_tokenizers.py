@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.corpus import CorpusError, TokenizerConfig, hub, load_tokenizer
+from megatron_anchor.corpus import TokenizerConfig, hub, load_tokenizer
 from megatron_anchor.corpus.tokenizers import choose_engine
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import (
     HOSTILE,
     SPECIALS,
@@ -203,7 +204,7 @@ def test_truncation_and_padding_of_the_file_are_off():
 
 
 def test_unknown_ranks_need_a_pattern():
-    with pytest.raises(CorpusError, match="--tiktoken-pattern"):
+    with pytest.raises(UserError, match="--tiktoken-pattern"):
         load(tiktoken_ranks())
 
 
@@ -214,9 +215,9 @@ def test_bytes_and_numbers():
     numbers = load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
     assert encode(numbers, ["0 7 99", ""]) == [[0, 7, 99], []]
     assert numbers.eod_id == 99
-    with pytest.raises(CorpusError, match="outside --vocab-size 100"):
+    with pytest.raises(UserError, match="outside --vocab-size 100"):
         encode(numbers, ["100"])
-    with pytest.raises(CorpusError, match="reads numbers"):
+    with pytest.raises(UserError, match="reads numbers"):
         encode(numbers, ["seven"])
 
 
@@ -262,22 +263,22 @@ def test_one_fingerprint_means_the_same_ids():
     ],
 )
 def test_wrong_tokenizer_arguments_name_the_remedy(config, message):
-    with pytest.raises(CorpusError, match=message):
+    with pytest.raises(UserError, match=message):
         load_tokenizer(TokenizerConfig(**config))
 
 
 def test_files_that_are_no_tokenizers_are_refused():
     junk = folder() / "junk.model"
     junk.write_bytes(b"\x00\x01junk")
-    with pytest.raises(CorpusError, match="is not a SentencePiece model"):
+    with pytest.raises(UserError, match="is not a SentencePiece model"):
         load(junk)
     empty = folder() / "empty.json"
     empty.write_text("{}")
-    with pytest.raises(CorpusError, match="no 'model' entry"):
+    with pytest.raises(UserError, match="no 'model' entry"):
         load(empty)
     broken = folder() / "broken.tiktoken"
     broken.write_bytes(b"aGk= 0\nnonsense\n")
-    with pytest.raises(CorpusError, match=r"broken.tiktoken:2"):
+    with pytest.raises(UserError, match=r"broken.tiktoken:2"):
         load(broken, tiktoken_pattern="gpt2")
 
 
@@ -327,7 +328,7 @@ def test_damaged_tokenizer_files_end_in_one_message():
         try:
             load(chosen, tokenizer_type=kind)
             loaded += 1
-        except CorpusError:
+        except UserError:
             refused += 1
     assert loaded > 20
     assert refused > 60
@@ -359,7 +360,7 @@ def test_an_engine_with_other_ids_is_not_used(fails):
     recipe, why = choose_engine(tokenizer, wanted="auto", sample=["some text"], threads=1)
     assert recipe.name == "tokenizers"
     assert "no such model" in why if fails else "gives other ids" in why
-    with pytest.raises(CorpusError, match="--engine native"):
+    with pytest.raises(UserError, match="--engine native"):
         choose_engine(tokenizer, wanted="gigatoken", sample=[], threads=1)
 
 
@@ -401,14 +402,14 @@ def test_an_engine_that_fails_is_named_in_one_line_and_says_nothing_itself(kind,
 @pytest.mark.parametrize("kind", [None, "HuggingFaceTokenizer"])
 def test_a_path_that_is_not_there_is_refused_without_asking_anybody(name, kind, monkeypatch):
     monkeypatch.setattr(hub, "is_reachable", lambda: pytest.fail("the hub was asked"))
-    with pytest.raises(CorpusError, match=r"no such file or folder") as caught:
+    with pytest.raises(UserError, match=r"no such file or folder") as caught:
         load_tokenizer(TokenizerConfig(tokenizer_model=name, tokenizer_type=kind))
     assert name in str(caught.value)
 
 
 def test_a_hub_name_without_a_network_ends_at_once_with_one_message(monkeypatch, capfd):
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
-    with pytest.raises(CorpusError, match=r"no such folder.*the hub cannot be reached") as caught:
+    with pytest.raises(UserError, match=r"no such folder.*the hub cannot be reached") as caught:
         load_tokenizer(TokenizerConfig(tokenizer_model="no-such-owner/no-such-model"))
     assert "\n" not in str(caught.value)
     assert "Retry" not in capfd.readouterr().err
@@ -437,7 +438,7 @@ def test_gigatoken_works_without_awkward(monkeypatch):
 )
 def test_gigatoken_is_refused_with_the_reason_where_it_is_not_installed():
     tokenizer = load(tokenizer_json())
-    with pytest.raises(CorpusError, match="pip install gigatoken"):
+    with pytest.raises(UserError, match="pip install gigatoken"):
         choose_engine(tokenizer, wanted="gigatoken", sample=[], threads=1)
 
 

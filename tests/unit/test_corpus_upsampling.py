@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.corpus import (
-    CorpusError,
-    PreprocessConfig,
-    TokenizerConfig,
-    preprocess,
-)
+from megatron_anchor.corpus import PreprocessConfig, TokenizerConfig, preprocess
 from megatron_anchor.corpus.upsampling import (
     make_document_list,
     parse_mixture,
@@ -22,6 +17,7 @@ from megatron_anchor.corpus.upsampling import (
     target_shares,
     upsample,
 )
+from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import texts
 
 DOMAINS = st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=40), min_size=1, max_size=4)
@@ -112,12 +108,12 @@ def test_a_list_of_another_corpus_is_refused(tmp_path):
     from tests.unit.test_corpus_indexed import make
 
     make(tmp_path / "third", [[[1]]])
-    with pytest.raises(CorpusError, match="was made for"):
+    with pytest.raises(UserError, match="was made for"):
         read_document_list(tmp_path / "l.npy", tmp_path / "third")
     ids = np.load(tmp_path / "l.npy")
     ids[0] = 10**6
     np.save(tmp_path / "l.npy", ids)
-    with pytest.raises(CorpusError, match=r"names document 1000000 \(entry 0\), expected 0 to"):
+    with pytest.raises(UserError, match=r"names document 1000000 \(entry 0\), expected 0 to"):
         read_document_list(tmp_path / "l.npy", prefix)
 
 
@@ -140,7 +136,7 @@ def test_what_is_no_list_of_documents_is_refused_with_the_reason(tmp_path, name)
         path.write_bytes(contents)
     else:
         np.save(path, contents, allow_pickle=True)
-    with pytest.raises(CorpusError, match=f"--document-list .*l.npy {reason}.*np.save"):
+    with pytest.raises(UserError, match=f"--document-list .*l.npy {reason}.*np.save"):
         read_document_list(path, prefix)
 
 
@@ -153,13 +149,13 @@ def test_a_list_saved_by_hand_needs_no_description(tmp_path):
 def test_a_damaged_description_is_refused(tmp_path, text):
     np.save(tmp_path / "l.npy", np.array([0]))
     (tmp_path / "l.json").write_text(text)
-    with pytest.raises(CorpusError, match=r"l\.json does not describe a list"):
+    with pytest.raises(UserError, match=r"l\.json does not describe a list"):
         read_document_list(tmp_path / "l.npy", build(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=", "=1", "a=x", "a=-1", "a=inf", "a=nan", "a=0"])
 def test_mixtures_that_say_nothing_are_refused(text):
-    with pytest.raises(CorpusError, match="--mixture"):
+    with pytest.raises(UserError, match="--mixture"):
         parse_mixture(text)
 
 
@@ -172,7 +168,7 @@ def test_mixtures_must_name_every_domain():
         ({"a": 1, "b": 1, "c": 1}, "names 'c'"),
         ({"a": 1, "b": 1}, "no token"),
     ):
-        with pytest.raises(CorpusError, match=message):
+        with pytest.raises(UserError, match=message):
             target_shares(["a", "b"], [5, 0], mixture)
 
 
@@ -183,8 +179,8 @@ def test_wrong_calls_are_refused(tmp_path):
         ({"output": tmp_path / "l.npy", "short_weight": 0}, "--short-weight 0"),
         ({"output": tmp_path / "l.npy", "tokens": 0}, "--tokens 0"),
     ):
-        with pytest.raises(CorpusError, match=message):
+        with pytest.raises(UserError, match=message):
             make_document_list(prefix, **config)
     make_document_list(prefix, tmp_path / "l.npy")
-    with pytest.raises(CorpusError, match="exists"):
+    with pytest.raises(UserError, match="exists"):
         make_document_list(prefix, tmp_path / "l.npy")

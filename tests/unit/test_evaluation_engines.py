@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.generation import Generator
 from megatron_anchor.evaluation.harness import (
     LENGTHS,
@@ -76,7 +76,7 @@ def test_an_answer_is_the_greedy_one_and_as_long_as_the_task_allows(loaded):
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(loaded):
     model, tokenizer = loaded
     sample = Sample("vt", 99, 0, None, "", [1, 264], ["x"])
-    with pytest.raises(EvaluationError, match=r"id 264, but the model has 264 embeddings"):
+    with pytest.raises(UserError, match=r"id 264, but the model has 264 embeddings"):
         Generator(model, tokenizer).answers([sample])
 
 
@@ -125,18 +125,18 @@ def test_windows_cover_every_token_once_texts_in_turn(loaded):
 
 def test_empty_and_missing_texts_are_refused(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(EvaluationError, match=r"empty\.txt is empty"):
+    with pytest.raises(UserError, match=r"empty\.txt is empty"):
         read_texts([f"{tmp_path}/*.txt"])
-    with pytest.raises(EvaluationError, match="no such file"):
+    with pytest.raises(UserError, match="no such file"):
         read_texts([f"{tmp_path}/*.md"])
 
 
 def test_texts_and_lengths_with_nothing_to_predict_are_refused(loaded):
     _, tokenizer = loaded
-    with pytest.raises(EvaluationError, match=r"--seq-lengths 1: no room"):
+    with pytest.raises(UserError, match=r"--seq-lengths 1: no room"):
         list(windows([Text("a", "abc")], tokenizer, length=1, most=1))
     tokenizer = PromptTokenizer(loaded[1].folder, first_token="none")
-    with pytest.raises(EvaluationError, match=r"--text b has 1 token"):
+    with pytest.raises(UserError, match=r"--text b has 1 token"):
         list(windows([Text("a", "abc"), Text("b", "b")], tokenizer, length=8, most=1))
 
 
@@ -148,14 +148,14 @@ def test_a_text_given_twice_counts_once(tmp_path):
 
 def test_lengths_beyond_the_model_are_refused_or_noted(folder):
     assert check_positions(folder, [2048], allow_longer=False) is None
-    with pytest.raises(EvaluationError, match=r"2048 positions .* 4096; .*--allow-longer"):
+    with pytest.raises(UserError, match=r"2048 positions .* 4096; .*--allow-longer"):
         check_positions(folder, [1024, 4096], allow_longer=False)
     assert "4096" in check_positions(folder, [4096], allow_longer=True)
 
 
 def test_cuda_without_cuda_is_refused():
     if not torch.cuda.is_available():
-        with pytest.raises(EvaluationError, match="no CUDA device"):
+        with pytest.raises(UserError, match="no CUDA device"):
             Placement("cuda").resolved()
         assert Placement().resolved() == CPU
 
@@ -183,12 +183,12 @@ def test_the_harness_is_asked_for_the_same_samples_at_every_length():
 
 
 def test_the_harness_limits_are_told():
-    with pytest.raises(EvaluationError, match="--seq-lengths 5000"):
+    with pytest.raises(UserError, match="--seq-lengths 5000"):
         check_harness([4096, 5000], num_samples=1)
-    with pytest.raises(EvaluationError, match="--num-samples 501"):
+    with pytest.raises(UserError, match="--num-samples 501"):
         check_harness([4096], num_samples=501)
     if importlib.util.find_spec("lm_eval") is None:
-        with pytest.raises(EvaluationError, match=r'pip install "lm-eval\[ruler\]"'):
+        with pytest.raises(UserError, match=r'pip install "lm-eval\[ruler\]"'):
             check_harness([4096], num_samples=1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.evaluation.errors import EvaluationError
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.haystack import LONGEST_SENTENCE, default_essays
 from megatron_anchor.evaluation.material import Material
 from megatron_anchor.evaluation.question_files import Question
@@ -56,7 +56,7 @@ def material(tmp_path_factory):
 
 def least(material, name):
     """The least length that works, as the message says it."""
-    with pytest.raises(EvaluationError, match=f"{name} needs at least") as error:
+    with pytest.raises(UserError, match=f"{name} needs at least") as error:
         make_sample(material, name, length=140, index=0, seed=0)
     return int(re.search(r"at least (\d+) tokens", str(error.value)).group(1))
 
@@ -88,7 +88,7 @@ def test_short_prompts_fit_too_and_the_least_length_is_told(material, tokenizer,
         made = make_sample(given, name, length=length, index=0, seed=0)
         if length < 4096:  # from there on, `cwe` has other frequencies
             assert length * 0.99 < made.total_tokens <= length
-    with pytest.raises(EvaluationError, match=r"--seq-lengths \d+: .* needs at least"):
+    with pytest.raises(UserError, match=r"--seq-lengths \d+: .* needs at least"):
         check_length(given, name, length=shortest - 100, samples=3, seed=0)
 
 
@@ -251,7 +251,7 @@ def test_tasks_are_chosen_by_name_and_a_wrong_one_is_put_right():
     assert choose_tasks(["ruler"], has_questions=False) == [n for n in TASKS if n != "qa"]
     assert choose_tasks(["ruler"], has_questions=True) == list(TASKS)
     assert choose_tasks(["vt,cwe", "vt"], has_questions=False) == ["vt", "cwe"]
-    with pytest.raises(EvaluationError, match=r"niah_singel_1: did you mean niah_single_1\?"):
+    with pytest.raises(UserError, match=r"niah_singel_1: did you mean niah_single_1\?"):
         choose_tasks(["niah_singel_1"], has_questions=False)
-    with pytest.raises(EvaluationError, match="--qa-file"):
+    with pytest.raises(UserError, match="--qa-file"):
         choose_tasks(["qa"], has_questions=False)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.checkpoints import Checkpoint, find_checkpoints
-from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.evaluate import Evaluated
 from megatron_anchor.evaluation.harness import HarnessJob, harness_names, run_harness
 from megatron_anchor.evaluation.models import Placement
@@ -187,10 +187,10 @@ def test_saved_results_of_two_runs_stand_on_the_same_axes(tmp_path):
     }
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(EvaluationError, match="LABEL=DIR"):
+    with pytest.raises(UserError, match="LABEL=DIR"):
         read_results([(None, tmp_path / "a"), (None, tmp_path / "b")])
     (tmp_path / "a/results.json").write_text('{"groups": {"g": {"scores": {}}}}')
-    with pytest.raises(EvaluationError, match=r"results\.json is damaged"):
+    with pytest.raises(UserError, match=r"results\.json is damaged"):
         read_results(given)
 
 
@@ -214,13 +214,13 @@ def test_finished_samples_survive_a_kill_in_the_middle_of_a_line(tmp_path):
 def test_results_of_other_settings_are_refused_with_what_differs(tmp_path):
     path = tmp_path / "r.jsonl"
     Records(path, {"seed": 1, "seq_lengths": [4096]}, resume=True).__exit__(None, None, None)
-    with pytest.raises(EvaluationError, match=r"seed 1 -> 2; seq_lengths \[4096\] -> \[8192\]"):
+    with pytest.raises(UserError, match=r"seed 1 -> 2; seq_lengths \[4096\] -> \[8192\]"):
         Records(path, {"seed": 2, "seq_lengths": [8192]}, resume=True)
     with Records(path, {"seed": 1, "seq_lengths": [4096]}, resume=False) as records:
         records.add([SAMPLE])
-        with pytest.raises(EvaluationError, match="being written by another"):
+        with pytest.raises(UserError, match="being written by another"):
             Records(path, {"seed": 1, "seq_lengths": [4096]}, resume=True)
-    with pytest.raises(EvaluationError, match=r"--no-resume: .* has 1 results"):
+    with pytest.raises(UserError, match=r"--no-resume: .* has 1 results"):
         Records(path, {"seed": 1, "seq_lengths": [4096]}, resume=False)
 
 
@@ -233,7 +233,7 @@ def test_a_damaged_line_is_named(tmp_path, line, what):
     with Records(path, {}, resume=True) as records:
         records.add([SAMPLE])
     path.write_bytes(path.read_bytes() + line + b"\n" + json.dumps(SAMPLE).encode() + b"\n")
-    with pytest.raises(EvaluationError, match=rf"r\.jsonl, line 3: damaged \(.*{what}"):
+    with pytest.raises(UserError, match=rf"r\.jsonl, line 3: damaged \(.*{what}"):
         Records(path, {}, resume=True)
 
 
@@ -300,7 +300,7 @@ def test_questions_are_read_from_three_kinds_of_files(tmp_path, content, answers
 )
 def test_a_bad_question_file_is_refused_with_the_place(tmp_path, content, what):
     (tmp_path / "q").write_text(content)
-    with pytest.raises(EvaluationError, match=f"--qa-file .*({what})"):
+    with pytest.raises(UserError, match=f"--qa-file .*({what})"):
         read_questions(tmp_path / "q")
 
 
@@ -325,5 +325,5 @@ def test_checkpoints_have_labels_and_names_of_their_own(tmp_path):
         ([f"{run}/a", f"{run}/../run/a"], "twice"),
         ([f"/=={run}/a"], "a label has letters"),
     ):
-        with pytest.raises(EvaluationError, match=what):
+        with pytest.raises(UserError, match=what):
             find_checkpoints(words)

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_anchor.attention.backends import flex, sdpa
 from megatron_anchor.attention.block_mask import BLOCK, runs_block_mask
-from megatron_anchor.attention.masks import dense_mask
 from megatron_anchor.attention.packed import pack_micro_batch
 from megatron_anchor.attention.runs import document_runs
+from tests.masks import dense_mask
 from tests.oracle import dense_attention, document_mask, gradients
 
 odd_documents = st.lists(
@@ -144,7 +144,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(module, "_warn_once", uncompiled)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=1):
+    with torch._dynamo.config.patch(recompile_limit=1, disable=False):
         yield flex._flex_attention.__wrapped__("cuda")
     torch._dynamo.reset()
 

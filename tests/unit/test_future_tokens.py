@@ -13,7 +13,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from megatron_anchor.attention.future_tokens import future_tokens
-from megatron_anchor.packing.interleave import Interleaving
 from tests.unit.packing_oracle import (
     PAD,
     build_train,
@@ -72,13 +71,14 @@ def test_a_slot_predicts_what_is_so_many_tokens_further_in_its_document(corpus, 
     sequence_length, documents = corpus
     unit = data.draw(st.sampled_from([n for n in (1, 2, 4) if sequence_length % n == 0]))
     pattern = data.draw(st.sampled_from(PATTERNS))
-    chunks = data.draw(st.sampled_from([None, Interleaving(min_chunk_length=1)]))
+    interleaved = data.draw(st.booleans()) and pattern != "intra-document-reset"
     setting = {
         "packing": data.draw(st.sampled_from(["concat", "best-fit"])),
         "attention_pattern": pattern,
         "document_alignment": unit,
-        "first_token_loss": data.draw(st.booleans()),
-        "interleaving": None if pattern == "intra-document-reset" else chunks,
+        "anchor_first_token_loss": data.draw(st.booleans()),
+        "interleave_chunks": interleaved,
+        "interleave_min_chunk_length": 1,
     }
     samples = read(documents, sequence_length=sequence_length, **setting)
     if not samples:

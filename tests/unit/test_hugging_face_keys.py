@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.families import FAMILIES
 from megatron_anchor.checkpoint.hugging_face_config import config_for, model_of, sliding_window
 from megatron_anchor.checkpoint.hugging_face_keys import (
@@ -20,6 +19,7 @@ from megatron_anchor.checkpoint.hugging_face_keys import (
     read_keys,
 )
 from megatron_anchor.checkpoint.transformers_model import check_transformers_model
+from megatron_anchor.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 TYPES = sorted(READ_BY_FAMILY)
@@ -79,7 +79,7 @@ def test_every_key_of_transformers_rope_parameters_has_a_row():
 @pytest.mark.parametrize("value", [0, False, "x", 3, [1], {"a": 1}])
 def test_a_key_without_a_row_is_refused_with_its_value(model_type, value):
     config = stored(model_type) | {"attention_twist": value}
-    with pytest.raises(CheckpointError, match=re.escape(f"attention_twist {value!r}")):
+    with pytest.raises(UserError, match=re.escape(f"attention_twist {value!r}")):
         model_of(config)
     assert model_of(config | {"attention_twist": None}) == model_of(stored(model_type))
 
@@ -103,7 +103,7 @@ def test_a_key_without_a_row_is_refused_with_its_value(model_type, value):
     ],
 )
 def test_what_is_none_of_a_llama_is_refused(change, said):
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(UserError, match=said):
         model_of(stored("llama") | change)
 
 
@@ -148,7 +148,7 @@ def test_the_window_is_the_one_that_transformers_masks_with(name, change, window
     if window is None:
         assert model_of(config) == model_of(stored(name))
         return
-    with pytest.raises(CheckpointError, match="sliding_window 16 of 256 positions"):
+    with pytest.raises(UserError, match="sliding_window 16 of 256 positions"):
         model_of(config)
     model = model_of(config, drop_sliding_window=True)
     written = config_for(model, dtype="float32", like=config)
@@ -159,7 +159,7 @@ def test_the_window_is_the_one_that_transformers_masks_with(name, change, window
 @pytest.mark.parametrize("kinds", [[SLIDING] * 4, ["chunked_attention"] * 4])
 def test_layers_that_transformers_could_not_run_are_refused(kinds):
     config = stored("qwen3") | {"use_sliding_window": False, "layer_types": kinds}
-    with pytest.raises(CheckpointError, match="layer_types"):
+    with pytest.raises(UserError, match="layer_types"):
         model_of(config)
 
 
@@ -172,7 +172,7 @@ def test_the_length_that_scaling_starts_from_may_stand_at_the_top():
     assert model.scaling["original_max_position_embeddings"] == 32
     check_transformers_model(config, model)
     config["rope_parameters"] = {**YARN, "original_max_position_embeddings": 64}
-    with pytest.raises(CheckpointError, match=r"embeddings 32 contradicts .* 64"):
+    with pytest.raises(UserError, match=r"embeddings 32 contradicts .* 64"):
         model_of(config)
 
 
@@ -187,13 +187,13 @@ def test_another_reading_than_transformers_own_is_noticed(change, said):
     config = stored("llama")
     model = model_of(config)
     check_transformers_model(config, model)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(UserError, match=said):
         check_transformers_model(config, dataclasses.replace(model, **change))
 
 
 def test_a_model_that_transformers_cannot_build_is_refused():
     config = stored("qwen2") | {"head_dim": None}
-    with pytest.raises(CheckpointError, match="transformers builds no model from it: TypeError"):
+    with pytest.raises(UserError, match="transformers builds no model from it: TypeError"):
         check_transformers_model(config, model_of(config))
 
 
@@ -223,7 +223,7 @@ def test_an_export_with_scaling_names_what_transformers_would_compute_it_from():
     ],
 )
 def test_experts_that_megatron_has_not_are_refused(name, change, said):
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(UserError, match=said):
         model_of(stored(name) | change)
     allowed = {"num_experts_per_tok": 1, "norm_topk_prob": False}
     assert model_of(stored("qwen3_moe") | allowed).experts_per_token == 1

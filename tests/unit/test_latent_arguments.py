@@ -156,7 +156,7 @@ REFUSED = {
     f"{LATENT} --context-parallel-size 2 --cp-comm-type all_gather": "all_gather: Transformer Engi",
     f"{LATENT} --qk-clip": "--qk-clip: the kernels do not report logits",
     "--mtp-num-layers 1 --attention-pattern full": "--attention-pattern full: documents see each",
-    "--mtp-num-layers 1 --attention-pattern anchor-masked": "anchor-masked: the copies of the anch",
+    "--mtp-num-layers 1 --attention-pattern anchor-masked": "anchor-masked: copies of the anch",
     "--mtp-num-layers -1": "--mtp-num-layers -1: expected 1 or more",
     "--mtp-num-layers 1 --mtp-detach-heads": "--mtp-detach-heads: its gradients",
     "--mtp-num-layers 2 --recompute-granularity full --recompute-method block": "method block: Meg",

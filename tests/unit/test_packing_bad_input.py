@@ -13,7 +13,6 @@ import pytest
 from megatron_anchor.packing import documents as documents_module
 from megatron_anchor.packing.corpus_files import inspect_corpus
 from megatron_anchor.packing.documents import Documents
-from megatron_anchor.packing.interleave import Interleaving
 from tests.unit.packing_oracle import (
     ANCHOR,
     VOCAB_SIZE,
@@ -162,18 +161,18 @@ def test_without_a_vocabulary_size_only_negative_ids_are_refused(tmp_path: Path)
         ({"anchor_token_id": -1}, "got anchor_token_id -1, expected 0 to .*--anchor-token "),
         ({"anchor_token_id": VOCAB_SIZE}, f"anchor_token_id {VOCAB_SIZE}, expected 0 to 59999"),
         ({"pad_token_id": -1, "vocab_size": None}, "got pad_token_id -1, expected 0 or more"),
-        ({"packing": "first-fit"}, "got packing 'first-fit', expected one of concat, best-fit"),
-        ({"document_alignment": 3}, "document_alignment 3, expected a divisor .* 8;"),
-        ({"document_alignment": 0}, "document_alignment 0, expected a divisor"),
+        ({"packing": "first-fit"}, "--packing first-fit: expected one of concat, best-fit"),
+        ({"document_alignment": 3}, "alignment 3: --seq-length 8 must be a multiple of it"),
+        ({"document_alignment": 0}, "--document-alignment 0: expected 1 or more"),
         ({"domain_tags": True, "domain_tag_format": "x"}, "--domain-tag-format 'x', expected a"),
         (
             {"domain_tags": True, "tokenizer": SimpleNamespace(vocab_size=VOCAB_SIZE)},
             "--domain-tags needs a tokenizer",
         ),
-        ({"anchor_position": -1}, "got anchor_position -1, expected 0 or more"),
-        ({"anchor_position": 2, "attention_pattern": "full"}, "has no meaning under .* full"),
+        ({"anchor_position": -1}, "--anchor-position -1: expected 0 or more"),
+        ({"anchor_position": 2, "attention_pattern": "full"}, "has a meaning under .*got full"),
         (
-            {"interleaving": Interleaving(), "attention_pattern": "intra-document-reset"},
+            {"interleave_chunks": True, "attention_pattern": "intra-document-reset"},
             "--interleave-chunks has no effect",
         ),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),

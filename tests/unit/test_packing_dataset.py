@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
 from megatron_anchor.packing.dataset import PackedDataset
-from megatron_anchor.packing.patterns import ATTENTION_PATTERNS
 from tests.unit.packing_oracle import (
     ANCHOR,
+    ATTENTION_PATTERNS,
     PAD,
     build,
     build_train,

@@ -15,7 +15,6 @@ from megatron_anchor import patches
 from megatron_anchor.packing import sample_index as sample_index_module
 from megatron_anchor.packing.balance import BalancedDataset, Balancing
 from megatron_anchor.packing.blend import PATCH as BLENDS
-from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.packing.sample_index import blocks_of_epochs
 from tests.unit.packing_oracle import (
     ANCHOR,
@@ -49,7 +48,7 @@ def expected(case: dict[str, Any], num_samples: int) -> list[dict]:
             pad=PAD,
             pattern=options["attention_pattern"],
             anchor_position=options["anchor_position"],
-            first_token_loss=options["first_token_loss"],
+            first_token_loss=options["anchor_first_token_loss"],
         )
         for sample in samples
     ]
@@ -84,7 +83,7 @@ def test_every_token_is_a_target_once_in_the_samples_of_every_epoch(
 ) -> None:
     contents = [d[1:] if d[:1] == [ANCHOR] else d for d in flatten(case["documents"])]
     every = Counter(token for content in contents for token in content)
-    if not case["settings"]["first_token_loss"]:
+    if not case["settings"]["anchor_first_token_loss"]:
         every -= Counter(content[0] for content in contents if content)
     ends = [0]
     for epoch in range(epochs):
@@ -166,7 +165,9 @@ def test_balanced_batches_and_interleaved_documents_stay_too(tmp_path: Path) -> 
     prefix = write_corpus(tmp_path / "c", documents)
     settings = {
         "sequence_length": 32,
-        "interleaving": Interleaving(max_chunks=3, min_chunk_length=1),
+        "interleave_chunks": True,
+        "interleave_max_chunks": 3,
+        "interleave_min_chunk_length": 1,
     }
     sizes = Balancing(global_batch_size=4, micro_batch_size=1, ranks=2)
     size = len(build_train(prefix, **settings))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_anchor.command_line import run as run_command
 from megatron_anchor.packing.cli import main
 from megatron_anchor.packing.statistics import attention_work_share
 from tests.unit.packing_oracle import ANCHOR, build_train, write_corpus
@@ -104,5 +105,5 @@ def test_a_picture_and_a_table_are_made(
 def test_errors_name_value_and_remedy(
     prefix: str, capsys: pytest.CaptureFixture, flags: list[str], message: str
 ) -> None:
-    assert main([prefix, *flags]) == 1
+    assert run_command(main, [prefix, *flags]) == 2
     assert message in capsys.readouterr().err

@@ -99,18 +99,18 @@ def test_full_moves_tokens_and_masked_patterns_move_positions_alike() -> None:
     def check(case: dict[str, Any]) -> None:
         options = case["settings"]
         options |= {"anchor_position": 0, "document_alignment": 1}
-        interleaving = Interleaving(max_chunks=3, min_chunk_length=1)
+        chunks = {
+            "interleave_chunks": True,
+            "interleave_max_chunks": 3,
+            "interleave_min_chunk_length": 1,
+        }
         with tempfile.TemporaryDirectory() as folder:
             options["attention_pattern"] = "intra-document"
             whole = list(build_case(case, folder))
-            masked = list(build_case(case, folder, interleaving=interleaving))
-            anchored = list(
-                build_case(case, folder, interleaving=interleaving, attention_pattern="anchor")
-            )
-            full = list(
-                build_case(case, folder, interleaving=interleaving, attention_pattern="full")
-            )
-            again = list(build_case(case, folder, interleaving=interleaving))
+            masked = list(build_case(case, folder, **chunks))
+            anchored = list(build_case(case, folder, **chunks, attention_pattern="anchor"))
+            full = list(build_case(case, folder, **chunks, attention_pattern="full"))
+            again = list(build_case(case, folder, **chunks))
         assert [plain(sample) for sample in masked] == [plain(sample) for sample in again]
         for before, moved, anchor, laid in zip(whole, masked, anchored, full, strict=True):
             for name in set(before) - {"position_ids"}:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_anchor.packing.index import concatenate, concatenated_pieces, count_slots
-from megatron_anchor.packing.layout import cu_seqlens_length, lay_out
-from megatron_anchor.packing.patterns import ATTENTION_PATTERNS, check_attention_pattern
+from megatron_anchor.packing.layout import Layout, lay_out
+from megatron_anchor.packing.patterns import attention_pattern, attention_patterns
 from tests.unit.packing_oracle import (
     ANCHOR,
+    ATTENTION_PATTERNS,
     SCALAR_FIELDS,
     TENSOR_FIELDS,
     corpora,
@@ -133,10 +134,12 @@ def lay_out_all(
             lay_out(
                 text,
                 pieces,
-                sequence_length=sequence_length,
-                anchor_token_id=ANCHOR,
-                pad_token_id=pad,
-                attention_pattern=pattern,
+                Layout(
+                    sequence_length=sequence_length,
+                    pattern=attention_pattern(pattern),
+                    anchor_token_id=ANCHOR,
+                    pad_token_id=pad,
+                ),
             )
         )
     return samples
@@ -190,7 +193,7 @@ def test_cu_seqlens_holds_the_most_segments_that_fit(sequence_length: int) -> No
     for documents in (one_token, [[7, 8], *one_token], one_token[: sequence_length // 2]):
         sample = lay_out_all(documents, sequence_length=sequence_length, pattern="anchor")[0]
         most = max(most, len(set(sample["cu_seqlens"].tolist())) - 1)
-    assert most + 1 == cu_seqlens_length(sequence_length)
+    assert most == attention_pattern("anchor").max_segments(sequence_length)
 
 
 def test_tokens_do_not_depend_on_the_pattern() -> None:
@@ -216,10 +219,12 @@ def test_slices_beyond_the_text_are_never_read() -> None:
             concatenated_pieces(
                 np.array([0]), np.array([2]), np.array([3]), first_offset=0, last_offset=0
             ),
-            sequence_length=8,
-            anchor_token_id=ANCHOR,
-            pad_token_id=0,
-            attention_pattern="anchor",
+            Layout(
+                sequence_length=8,
+                pattern=attention_pattern("anchor"),
+                anchor_token_id=ANCHOR,
+                pad_token_id=0,
+            ),
         )
 
 
@@ -232,15 +237,13 @@ def test_slices_beyond_the_text_are_never_read() -> None:
 )
 def test_unknown_pattern_names_the_nearest_one(pattern: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"{pattern}.*{hint}.*--attention-pattern"):
-        check_attention_pattern(pattern)
+        attention_pattern(pattern)
 
 
 def test_known_patterns_pass_and_a_strange_one_lists_them() -> None:
-    assert [check_attention_pattern(name) for name in ATTENTION_PATTERNS] == list(
-        ATTENTION_PATTERNS
-    )
+    assert [attention_pattern(p.name) for p in attention_patterns()] == [*attention_patterns()]
     with pytest.raises(ValueError, match="'xyz': set --attention-pattern to one of anchor, intra"):
-        check_attention_pattern("xyz")
+        attention_pattern("xyz")
 
 
 def test_index_layout_and_statistics_need_neither_torch_nor_megatron() -> None:

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.packing.patterns import PLANNED_PATTERNS
+from megatron_anchor.packing.patterns import planned_patterns
 from tests.unit.packing_oracle import (
     ANCHOR,
     PAD,
@@ -47,7 +46,7 @@ def test_every_sample_equals_the_slow_packer_under_all_options() -> None:
                     pad=PAD,
                     pattern=options["attention_pattern"],
                     anchor_position=options["anchor_position"],
-                    first_token_loss=options["first_token_loss"],
+                    first_token_loss=options["anchor_first_token_loss"],
                 )
                 for sample in samples
             ]
@@ -84,7 +83,7 @@ def test_ten_samples_of_public_text_equal_the_slow_packer(tmp_path: Path, packin
         },
     }
     expected = slow_samples(case)[:10]
-    for pattern in PLANNED_PATTERNS:
+    for pattern in planned_patterns():
         ours = build_case(case, str(tmp_path), attention_pattern=pattern)
         assert [plain(ours[number]) for number in range(10)] == [
             expected_fields(sample, sequence_length=2048, pad=PAD, pattern=pattern)
@@ -104,11 +103,11 @@ def test_the_loss_law_under_all_options() -> None:
         firsts = {content[0] for content in contents if content}
         interleaved &= options["attention_pattern"] != "intra-document-reset"
         with tempfile.TemporaryDirectory() as folder:
-            interleaving = Interleaving(max_chunks=3, min_chunk_length=1) if interleaved else None
-            samples = list(build_case(case, folder, interleaving=interleaving))
+            chunks = {"interleave_max_chunks": 3, "interleave_min_chunk_length": 1}
+            samples = list(build_case(case, folder, interleave_chunks=interleaved, **chunks))
         found = Counter(label for sample in samples for label in targets(sample))
         expected = Counter(t for content in contents for t in content)
-        if not options["first_token_loss"]:
+        if not options["anchor_first_token_loss"]:
             expected -= Counter(firsts)
         assert found == expected
         text = Counter(t for sample in samples for t in sample["tokens"].tolist() if 9 < t < 50000)
@@ -123,7 +122,7 @@ def test_the_loss_law_under_all_options() -> None:
                     or (label in firsts and (token == ANCHOR or token > 50000))
                 )
         seen["interleaved"] += interleaved
-        seen["without first tokens"] += not options["first_token_loss"]
+        seen["without first tokens"] += not options["anchor_first_token_loss"]
         seen[options["packing"]] += len(samples) > 1
 
     check()
@@ -173,7 +172,7 @@ def test_filling_changes_no_token_of_a_masked_sample() -> None:
                 pad=PAD,
                 pattern=options["attention_pattern"],
                 anchor_position=options["anchor_position"],
-                first_token_loss=options["first_token_loss"],
+                first_token_loss=options["anchor_first_token_loss"],
             )
             for name in ("tokens", "labels", "loss_mask", "position_ids", "router_mask"):
                 assert sample[name][real].tolist() == fields[name][: len(bare)]
@@ -191,9 +190,9 @@ def test_one_index_serves_all_ways_of_reading(tmp_path: Any, packing: str) -> No
     for reading in (
         {},
         {"attention_pattern": "full"},
-        {"interleaving": Interleaving()},
+        {"interleave_chunks": True},
         {"anchor_position": 5},
-        {"first_token_loss": False},
+        {"anchor_first_token_loss": False},
         {"mmap_bin_files": False},
     ):
         build_train(prefix, **common, **reading)

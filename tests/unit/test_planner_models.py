@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.errors import UserError
 from megatron_anchor.planner.models import MODELS, find_model
 from megatron_anchor.planner.work import layer_work, linear_weights, parameters
 
@@ -55,13 +55,13 @@ def test_names_of_repositories_are_understood():
     ],
 )
 def test_unknown_models_are_refused_with_the_known_ones(name, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(UserError, match=message):
         find_model(name)
 
 
 def test_mixtures_of_experts_are_refused(tmp_path):
     (tmp_path / "config.json").write_text((CONFIGS / "4.57" / "mixtral.json").read_text())
-    with pytest.raises(PlanError, match=re.escape("dense models only")):
+    with pytest.raises(UserError, match=re.escape("dense models only")):
         find_model(str(tmp_path))
 
 

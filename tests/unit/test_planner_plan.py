@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_anchor.command_line import run
 from megatron_anchor.planner.cli import main, parser
 from megatron_anchor.planner.communication import communication_of
 from megatron_anchor.planner.gpus import GIB, find_gpu
@@ -175,14 +176,10 @@ def test_one_layout_may_be_asked_for(capsys):
 
 
 def test_a_refused_layout_ends_with_its_reason(capsys):
-    assert main([*PAPER, "--tp", "1"]) == 1
+    assert run(main, [*PAPER, "--tp", "1"]) == 2
     assert "needs 82." in capsys.readouterr().err
-    assert (
-        main(
-            ["--model", "qwen2.5-7b", "--seq-length", "65536", "--cp", "8", "--cp-comm-type", "a2a"]
-        )
-        == 1
-    )
+    words = ["--model", "qwen2.5-7b", "--seq-length", "65536", "--cp", "8", "--cp-comm-type", "a2a"]
+    assert run(main, words) == 2
     assert "28 query heads per TP rank cannot be shared by 8 ranks" in capsys.readouterr().err
 
 
@@ -208,7 +205,7 @@ BAD = {
 
 @pytest.mark.parametrize("flags", BAD)
 def test_wrong_values_are_named_with_their_flag_and_the_remedy(flags, capsys):
-    assert main([*PAPER, *flags.split()]) == 1
+    assert run(main, [*PAPER, *flags.split()]) == 2
     assert BAD[flags] in capsys.readouterr().err
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_anchor.corpus.indexed import write_index
+from megatron_anchor.errors import UserError
 from megatron_anchor.packing.index import concatenate, count_slots
-from megatron_anchor.planner.errors import PlanError
 from megatron_anchor.planner.lengths import Lengths, find_lengths, of_corpus
 from megatron_anchor.planner.samples import TILE, attention_work, cut, lay_out
 
@@ -100,7 +100,7 @@ def test_a_corpus_gives_its_document_lengths(tmp_path):
 
 
 def test_unknown_tables_and_missing_corpora_are_refused(tmp_path):
-    with pytest.raises(PlanError, match="--length-table pile: known are slimpajama-like"):
+    with pytest.raises(UserError, match="--length-table pile: known are slimpajama-like"):
         find_lengths(corpus=None, table="pile")
     with pytest.raises(ValueError, match=r"nothing\.bin does not exist"):
         find_lengths(corpus=str(tmp_path / "nothing"), table="slimpajama-like")

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
+from megatron_anchor.command_line import run
+from megatron_anchor.errors import UserError
 from megatron_anchor.precision.arms import ARMS
 from megatron_anchor.precision.cli import main, parser, settings_of
-from megatron_anchor.precision.errors import PrecisionError
 from megatron_anchor.precision.measurement import STATES
 from megatron_anchor.precision.settings import Settings
 from megatron_anchor.precision.texts import (
@@ -29,7 +30,7 @@ def folder(tmp_path_factory):
 
 def refused(capsys, *arguments):
     """Expect exit code 2 and one line; give it."""
-    assert main(["--no-progress", *map(str, arguments)]) == 2
+    assert run(main, ["--no-progress", *map(str, arguments)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("error: ")
@@ -170,7 +171,7 @@ def test_rows_that_are_no_texts_are_named_by_file_and_line(folder, tmp_path, cap
     ],
 )
 def test_settings_out_of_range_are_refused_by_their_flag(changes, said):
-    with pytest.raises(PrecisionError, match=said):
+    with pytest.raises(UserError, match=said):
         Settings(**changes)
 
 
@@ -189,11 +190,11 @@ def test_short_texts_are_left_out_and_too_few_long_ones_refused(tmp_path):
     texts = [("a", "word " * 5), ("b", "word " * 30), ("c", "word " * 20)]
     chosen = choose_texts(texts, tokenizer, length=20, count=2)
     assert [(text.name, len(text.tokens_S)) for text in chosen] == [("b", 20), ("c", 20)]
-    with pytest.raises(PrecisionError, match=r"only 1 of 3 texts have 21 tokens .* has 30"):
+    with pytest.raises(UserError, match=r"only 1 of 3 texts have 21 tokens .* has 30"):
         choose_texts(texts, tokenizer, length=21, count=2)
     with_bos = choose_texts(texts, tokenizer, length=21, count=2, add_bos=True)
     assert [text.tokens_S[:2].tolist() for text in with_bos] == [[0, 2], [0, 2]]
-    with pytest.raises(PrecisionError, match="token id 2, but the model has 2"):
+    with pytest.raises(UserError, match="token id 2, but the model has 2"):
         choose_texts(texts, tokenizer, length=5, count=1, vocabulary=2)
 
 

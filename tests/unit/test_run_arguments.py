@@ -13,7 +13,6 @@ from megatron_anchor.checkpoint.argument_check import (
     check_representable,
     unrepresentable,
 )
-from megatron_anchor.checkpoint.errors import CheckpointError
 from megatron_anchor.checkpoint.model_arguments import (
     CARRIED,
     DEPENDENT,
@@ -21,6 +20,7 @@ from megatron_anchor.checkpoint.model_arguments import (
     WITHOUT_EFFECT,
 )
 from megatron_anchor.checkpoint.training_arguments import NOT_OF_THE_MODEL
+from megatron_anchor.errors import UserError
 from megatron_anchor.training.arguments import add_anchor_arguments
 
 OF_THE_MODEL = CARRIED | set(REQUIRED) | frozenset().union(*WITHOUT_EFFECT.values())
@@ -115,7 +115,7 @@ EXPERTS = {**FAMILY, "num_experts": 4}
     ],
 )
 def test_what_a_family_cannot_say_is_refused_with_both_values(given, said):
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with pytest.raises(UserError, match=said) as caught:
         check_representable(FAMILY | given)
     assert "--ignore-arguments" in str(caught.value)
 
@@ -140,9 +140,9 @@ def test_a_field_that_a_later_host_adds_is_refused_unless_it_is_at_its_default(m
     defaults = {**compat.argument_defaults(), "attention_twist": 0}
     monkeypatch.setattr(compat, "argument_defaults", lambda: defaults)
     assert check_representable({**FAMILY, "attention_twist": 0}) == []
-    with pytest.raises(CheckpointError, match=r"attention_twist 3 \(.* default: 0\)"):
+    with pytest.raises(UserError, match=r"attention_twist 3 \(.* default: 0\)"):
         check_representable({**FAMILY, "attention_twist": 3})
-    with pytest.raises(CheckpointError, match=r"of_a_fork 3 \(.* not an argument of this"):
+    with pytest.raises(UserError, match=r"of_a_fork 3 \(.* not an argument of this"):
         check_representable({**FAMILY, "of_a_fork": 3})
 
 
@@ -151,9 +151,9 @@ def test_an_argument_is_ignored_by_name_only_where_it_is_a_problem():
     [first, second] = check_representable(given, ignored=["of_a_fork", "window_size"])
     assert "of_a_fork 3" in first
     assert "window_size (7, 0)" in second
-    with pytest.raises(CheckpointError, match=r"--ignore-arguments of_a_fork$"):
+    with pytest.raises(UserError, match=r"--ignore-arguments of_a_fork$"):
         check_representable(given, ignored=["window_size"])
-    with pytest.raises(CheckpointError, match="--ignore-arguments lr: the export depends on no"):
+    with pytest.raises(UserError, match="--ignore-arguments lr: the export depends on no"):
         check_representable(given, ignored=["of_a_fork", "window_size", "lr"])
 
 

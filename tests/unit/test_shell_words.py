@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_anchor.checkpoint.megatron_args import argument_values, flag_lines
-from megatron_anchor.planner.errors import PlanError
+from megatron_anchor.errors import UserError
 from megatron_anchor.planner.gpus import find_gpu
 from megatron_anchor.planner.launch import launch_command
 from megatron_anchor.planner.layout import Layout
@@ -182,7 +182,7 @@ def test_only_numbers_stand_where_a_plan_writes_numbers(field, value):
         4096,
         8,
     )
-    with pytest.raises(PlanError, match="where a number is expected"):
+    with pytest.raises(UserError, match="where a number is expected"):
         launch_command(asked, Layout(cp=8))
 
 

@@ -15,7 +15,7 @@ from megatron_anchor.training.arguments import (
     add_anchor_arguments,
     anchor_arguments,
     document_alignment,
-    interleaving,
+    packing_settings,
     rope_scaling,
 )
 from megatron_anchor.training.providers import anchor_token_id, document_lists, rotary_settings
@@ -46,7 +46,7 @@ def parse(monkeypatch):
 
 def test_all_our_flags_are_these(parse):
     """Flags are a promise; this list changes only on purpose."""
-    assert list(AnchorArguments.__dataclass_fields__) == [
+    assert set(AnchorArguments.__dataclass_fields__) == {
         "attention_pattern",
         "anchor_token",
         "anchor_position",
@@ -73,7 +73,7 @@ def test_all_our_flags_are_these(parse):
         "rope_parameters",
         "rope_angle_dtype",
         "dump_bad_batch",
-    ]
+    }
     assert anchor_arguments(parse()) == AnchorArguments()
 
 
@@ -450,11 +450,13 @@ def test_alignment_follows_the_kind_of_context_parallelism(parse):
 
 
 def test_interleaving_and_first_token_loss_follow_the_flags(parse):
-    assert interleaving(parse()) is None
+    assert packing_settings(parse()).interleaving() is None
     flags = "--interleave-chunks --interleave-max-chunks 3 --interleave-min-chunk-length 5"
-    assert interleaving(parse(flags)) == Interleaving(max_chunks=3, min_chunk_length=5)
+    assert packing_settings(parse(flags)).interleaving() == Interleaving(
+        max_chunks=3, min_chunk_length=5
+    )
     flags += " --interleave-max-chunk-length 9"
-    assert interleaving(parse(flags)).max_chunk_length == 9
+    assert packing_settings(parse(flags)).interleaving().max_chunk_length == 9
     assert parse().anchor_first_token_loss
     assert not parse("--no-anchor-first-token-loss").anchor_first_token_loss
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_anchor.checkpoint import cli, cli_to_megatron, cli_verify, pretrained
-from megatron_anchor.checkpoint.errors import CheckpointError
+from megatron_anchor import command_line
+from megatron_anchor.checkpoint import cli_to_megatron, cli_verify, pretrained
 from megatron_anchor.checkpoint.hugging_face_config import read_config
 from megatron_anchor.checkpoint.model_folder import check_links
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
+from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation import cli as evaluation
-from megatron_anchor.evaluation.errors import EvaluationError
 from megatron_anchor.evaluation.harness import HarnessJob, check_code, load_harness_model
 from megatron_anchor.evaluation.models import Placement
 from megatron_anchor.precision import cli as precision
@@ -73,17 +73,18 @@ class Tokens(PreTrainedTokenizerFast):
 def evaluate(folder, out):
     words = ["--checkpoints", str(folder), "--tasks", "vt", "--seq-lengths", "1100"]
     words += ["--num-samples", "1", "--output-dir", str(out), "--no-progress", "--device", "cpu"]
-    return evaluation.main(words)
+    return command_line.run(evaluation.main, words)
 
 
 def measure_drift(folder, out):
     words = ["--hf", str(folder), "--quick", "--length", "64", "--num-texts", "1", "--no-progress"]
-    return precision.main([*words, "--lengths", "64", "--out", str(out / "drift")])
+    words += ["--lengths", "64", "--out", str(out / "drift")]
+    return command_line.run(precision.main, words)
 
 
 def to_megatron(folder, out):
     words = ["--hf", str(folder), "--out", str(out / "m"), "--no-progress"]
-    return cli.run(cli_to_megatron.main, words)
+    return command_line.run(cli_to_megatron.main, words)
 
 
 COMMANDS = {"evaluate": evaluate, "measure-drift": measure_drift, "to-megatron": to_megatron}
@@ -137,7 +138,7 @@ def test_no_command_runs_a_folders_own_code(command, kind, evil, tmp_path, capsy
     assert "[y/N]" not in said
     assert "trust_remote_code" not in said
     if kind == "unknown model":
-        assert code == (1 if command == "to-megatron" else 2)
+        assert code == 2
         assert said.startswith("error: ")
 
 
@@ -145,7 +146,7 @@ def test_no_command_runs_a_folders_own_code(command, kind, evil, tmp_path, capsy
 def test_the_message_names_the_file_that_asks(load, evil):
     folder, mark = evil
     change(folder / "tokenizer_config.json", tokenizer_class="Unheard")
-    with pytest.raises(CheckpointError, match=r"asks for Python code of the folder's own"):
+    with pytest.raises(UserError, match=r"asks for Python code of the folder's own"):
         getattr(pretrained, load)(folder)
     assert not mark.exists()
 
@@ -165,7 +166,7 @@ def test_lm_evaluation_harness_which_would_run_it_is_not_given_it(evil, model):
     job |= {"placement": Placement("cpu", "float32")}
     asked = HarnessJob(folder=model, tokenizer=folder, **job)
     assert asked.model_arguments()["trust_remote_code"] is False
-    with pytest.raises(EvaluationError, match=r"config\.json has an auto_map: lm-eval"):
+    with pytest.raises(UserError, match=r"config\.json has an auto_map: lm-eval"):
         load_harness_model(asked)
     check_code(HarnessJob(folder=model, tokenizer=model, **job))
 
@@ -201,7 +202,7 @@ def test_pickled_code_is_refused_in_our_words(command, sharded, model, tmp_path,
     code = COMMANDS[command](folder, tmp_path / "out")
     said = capsys.readouterr().err
     assert not mark.exists()
-    assert code == (1 if command == "to-megatron" else 2)
+    assert code == 2
     assert "refused to unpickle posix.mkdir" in said
     assert "weights_only" not in said
 
@@ -235,7 +236,7 @@ def test_a_link_out_of_the_folder_is_refused_and_not_copied(name, model, tmp_pat
         lambda: read_config(folder),
         lambda: pretrained.load_causal_model(folder),
     ):
-        with pytest.raises(CheckpointError, match=rf"{name} leads to {secret}, outside"):
+        with pytest.raises(UserError, match=rf"{name} leads to {secret}, outside"):
             convert()
     assert not (tmp_path / "out").exists()
 
@@ -246,7 +247,7 @@ def test_a_linked_folder_of_templates_is_refused(model, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/key.jinja").write_text("secret")
     (folder / "additional_chat_templates").symlink_to(tmp_path / "home")
-    with pytest.raises(CheckpointError, match="additional_chat_templates leads to"):
+    with pytest.raises(UserError, match="additional_chat_templates leads to"):
         convert_to_megatron(folder, tmp_path / "out", progress=False)
 
 
@@ -256,7 +257,7 @@ def test_an_export_does_not_follow_links_of_like(model, tmp_path):
     shutil.copytree(model, like)
     (tmp_path / "secret").write_text("{}")
     (like / "chat_template.jinja").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match=r"chat_template\.jinja leads to"):
+    with pytest.raises(UserError, match=r"chat_template\.jinja leads to"):
         convert_to_hugging_face(tmp_path / "megatron", tmp_path / "out", like=like, progress=False)
     assert not (tmp_path / "out").exists()
 
@@ -275,7 +276,7 @@ def test_links_inside_a_folder_a_linked_folder_and_the_hubs_cache_are_read(model
     pretrained.load_tokenizer(snapshot)
 
     (snapshot / "added_tokens.json").symlink_to(tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"added_tokens\.json leads to"):
+    with pytest.raises(UserError, match=r"added_tokens\.json leads to"):
         check_links(snapshot)
 
     folder = tmp_path / "inside"
@@ -290,10 +291,10 @@ def test_verify_reads_no_links_and_runs_no_code(evil, model, tmp_path, capsys):
     change(folder / "config.json", model_type="llama")
     convert_to_megatron(model, tmp_path / "megatron", progress=False)
     words = ["--megatron", str(tmp_path / "megatron"), "--hf", str(folder), "--no-logits"]
-    assert cli.run(cli_verify.main, words) == 0
+    assert command_line.run(cli_verify.main, words) == 0
     assert pretrained.load_tokenizer(folder) is not None
     (folder / "vocab.json").symlink_to("/etc/hostname")
-    assert cli.run(cli_verify.main, words) == 1
+    assert command_line.run(cli_verify.main, words) == 2
     assert "vocab.json leads to /etc/hostname" in capsys.readouterr().err
     assert not mark.exists()
 
@@ -303,5 +304,5 @@ def test_a_tokenizer_config_that_is_something_else_is_named(content, model, tmp_
     folder = tmp_path / "hf"
     shutil.copytree(model, folder)
     (folder / "tokenizer_config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json (is not JSON|must hold)"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json (is not JSON|must hold)"):
         convert_to_megatron(folder, tmp_path / "out", progress=False)

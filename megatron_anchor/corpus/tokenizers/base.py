@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
+from megatron_anchor.errors import UserError
 
 # Encoded once to characterise a tokenizer: scripts, white space, digits, markup, code.
 PROBE_TEXTS = (
@@ -94,7 +94,7 @@ class Tokenizer:
         if eod_id is None:
             return self
         if not 0 <= eod_id < self.vocab_size:
-            raise CorpusError(
+            raise UserError(
                 f"{flag} {eod_id} is outside the vocabulary of {self.vocab_size} tokens"
             )
         return replace(self, eod_id=eod_id)
@@ -119,11 +119,11 @@ class Tokenizer:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; `CorpusError` where it is none."""
+    """The content of a JSON file; `UserError` where it is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CorpusError(f"{path} cannot be read as JSON: {error}") from error
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def digest_of(*parts: bytes | str) -> str:

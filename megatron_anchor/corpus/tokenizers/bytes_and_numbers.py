@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer
+from megatron_anchor.errors import UserError
 
 _MODULE = "megatron_anchor.corpus.tokenizers.bytes_and_numbers"
 
@@ -42,7 +42,7 @@ class NumbersEngine:
         self._vocab_size = vocab_size
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The numbers of every text, int64; `CorpusError` for one outside the vocabulary."""
+        """The numbers of every text, int64; `UserError` for one outside the vocabulary."""
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> np.ndarray:
@@ -50,9 +50,9 @@ class NumbersEngine:
         try:
             ids = np.array([int(word) for word in words], dtype=np.int64)
         except (ValueError, OverflowError) as error:
-            raise CorpusError(f"the NullTokenizer reads numbers, got {text[:40]!r}") from error
+            raise UserError(f"the NullTokenizer reads numbers, got {text[:40]!r}") from error
         if ids.size and not (ids.min() >= 0 and ids.max() < self._vocab_size):
-            raise CorpusError(
+            raise UserError(
                 f"a number between {ids.min()} and {ids.max()} is outside --vocab-size "
                 f"{self._vocab_size}"
             )
@@ -67,7 +67,7 @@ def load_bytes(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
     """Ids 0 to 255 are bytes; eod is the last id of the vocabulary (256 by default)."""
     size = vocab_size or 257
     if size < 257:
-        raise CorpusError(f"--vocab-size {size} is too small: 256 bytes and an eod need 257")
+        raise UserError(f"--vocab-size {size} is too small: 256 bytes and an eod need 257")
     return Tokenizer(
         kind="bytes",
         path="",
@@ -83,7 +83,7 @@ def load_bytes(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
 def load_numbers(*, vocab_size: int | None, eod_id: int | None) -> Tokenizer:
     """Numbers below `vocab_size`; eod is the last of them, as in Megatron."""
     if vocab_size is None:
-        raise CorpusError("the NullTokenizer needs --vocab-size")
+        raise UserError("the NullTokenizer needs --vocab-size")
     return Tokenizer(
         kind="null",
         path="",

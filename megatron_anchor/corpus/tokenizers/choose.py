@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron_anchor.corpus import hub
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import (
     bytes_and_numbers,
     huggingface,
@@ -20,6 +19,7 @@ from megatron_anchor.corpus.tokenizers import (
     tiktoken_ranks,
 )
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, read_json
+from megatron_anchor.errors import UserError
 
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 TOKENIZER_TYPES = (
@@ -55,10 +55,10 @@ class TokenizerConfig:
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `config` names; `CorpusError` with the remedy where there is none."""
+    """The tokenizer that `config` names; `UserError` with the remedy where there is none."""
     kind = config.tokenizer_type or _guess_type(config.tokenizer_model)
     if kind not in TOKENIZER_TYPES:
-        raise CorpusError(
+        raise UserError(
             f"--tokenizer-type {kind} cannot prepare a GPT corpus; choose one of "
             f"{', '.join(TOKENIZER_TYPES)}"
         )
@@ -99,7 +99,7 @@ def _load(kind: str, config: TokenizerConfig) -> Tokenizer:
 
 def _load_huggingface(config: TokenizerConfig) -> Tokenizer:
     if config.tokenizer_model is None:
-        raise CorpusError("HuggingFaceTokenizer needs --tokenizer-model (a folder or a hub name)")
+        raise UserError("HuggingFaceTokenizer needs --tokenizer-model (a folder or a hub name)")
     path = Path(config.tokenizer_model)
     if not path.exists():
         hub.require_name(config.tokenizer_model, flag="--tokenizer-model")
@@ -131,7 +131,7 @@ def _load_huggingface(config: TokenizerConfig) -> Tokenizer:
 def _guess_type(model: str | None) -> str:
     """The type of a tokenizer by its file, for users who gave no --tokenizer-type."""
     if model is None:
-        raise CorpusError(
+        raise UserError(
             "give --tokenizer-model (a folder or a file) and, if needed, --tokenizer-type"
         )
     path = Path(model)
@@ -150,9 +150,9 @@ def _guess_type(model: str | None) -> str:
 
 def _file(path: str | None, flag: str) -> Path:
     if path is None:
-        raise CorpusError(f"this tokenizer type needs {flag}")
+        raise UserError(f"this tokenizer type needs {flag}")
     if not Path(path).is_file():
-        raise CorpusError(f"{flag} {path}: expected a file; there is none of this name")
+        raise UserError(f"{flag} {path}: expected a file; there is none of this name")
     return Path(path)
 
 
@@ -175,7 +175,7 @@ def choose_engine(
     if tokenizer.fast is None:
         if wanted == "gigatoken":
             reason = tokenizer.fast_unavailable or "it does not serve this tokenizer"
-            raise CorpusError(f"--engine gigatoken: {reason}")
+            raise UserError(f"--engine gigatoken: {reason}")
         reason = f"; {tokenizer.fast_unavailable}" if tokenizer.fast_unavailable else ""
         return tokenizer.native, f"engine {tokenizer.native.name}{reason}"
     difference = _difference(tokenizer, sample, threads=threads)
@@ -186,7 +186,7 @@ def choose_engine(
             f"{tokenizer.native.name}",
         )
     if wanted == "gigatoken":
-        raise CorpusError(f"--engine gigatoken: {difference}; use --engine native")
+        raise UserError(f"--engine gigatoken: {difference}; use --engine native")
     return tokenizer.native, f"engine {tokenizer.native.name}, since {difference}"
 
 

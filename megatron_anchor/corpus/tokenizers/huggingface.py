@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from megatron_anchor.corpus import hub
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine, plain_text
 from megatron_anchor.corpus.tokenizers.base import (
     EngineRecipe,
@@ -20,6 +19,7 @@ from megatron_anchor.corpus.tokenizers.base import (
     read_json,
 )
 from megatron_anchor.corpus.tokenizers.plain_text import HIDING
+from megatron_anchor.errors import UserError
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.huggingface:TokenizersEngine"
 _EOS_NAMES = (
@@ -84,7 +84,7 @@ def load_file(path: Path, *, special: bool, affixes: bool, eod_token: str | None
     """
     config = _read_json(path)
     if not isinstance(config.get("model"), dict):
-        raise CorpusError(f"{path} is not a tokenizer.json: it has no 'model' entry")
+        raise UserError(f"{path} is not a tokenizer.json: it has no 'model' entry")
     named = _named_tokens(path.parent)
     written = _as_the_library_writes_it(config, path=str(path))
     contents = {token["content"] for token in written["added_tokens"]}
@@ -106,7 +106,7 @@ def load_folder(
     folder = Path(path)
     offline = not folder.exists() and not hub.is_reachable()
     if offline and not hub.is_cached(path):
-        raise CorpusError(
+        raise UserError(
             f"--tokenizer-model {path}: there is no such folder here, no copy in the cache of the "
             "Hugging Face hub, and the hub cannot be reached; give a folder, or load the model "
             "once where there is a network"
@@ -119,12 +119,12 @@ def load_folder(
         )
     except (OSError, ValueError, KeyError) as error:
         if not (folder / "tokenizer.json").is_file():
-            raise CorpusError(f"no tokenizer could be loaded from {path!r}: {error}") from error
+            raise UserError(f"no tokenizer could be loaded from {path!r}: {error}") from error
         return load_file(
             folder / "tokenizer.json", special=special, affixes=affixes, eod_token=eod_token
         )
     if not isinstance(library, PreTrainedTokenizerFast):
-        raise CorpusError(
+        raise UserError(
             f"{path!r} gives a {type(library).__name__}, which has no fast tokenizer.json; convert "
             "it (AutoTokenizer with use_fast=True, then save_pretrained) and give the new folder"
         )
@@ -174,7 +174,7 @@ def _describe(
     except Exception as error:
         if type(error) is not Exception:  # the one that tokenizers raises
             raise
-        raise CorpusError(f"{path} is no tokenizer that can be used: {error}") from error
+        raise UserError(f"{path} is no tokenizer that can be used: {error}") from error
 
 
 def _described(
@@ -195,7 +195,7 @@ def _described(
     engine = TokenizersEngine(config=encoded, plain_text=False)
     vocabulary = engine.library.get_vocab(with_added_tokens=True)
     if eos is not None and eos not in vocabulary:
-        raise CorpusError(
+        raise UserError(
             f"the end-of-document token {eos!r} is not in the vocabulary of {path}; "
             "name another with --eod-token, or give its number with --eod-id"
         )
@@ -232,14 +232,14 @@ def _as_the_library_writes_it(config: Mapping[str, Any], *, path: str) -> dict[s
     """The config with every entry there, with the ids that count, and without truncation.
 
     Raises:
-        CorpusError: it is no tokenizer.
+        UserError: it is no tokenizer.
     """
     from tokenizers import Tokenizer as Library
 
     try:
         written = Library.from_str(json.dumps(config)).to_str()
     except Exception as error:  # tokenizers raises bare Exception
-        raise CorpusError(f"{path} is no tokenizer that can be read: {error}") from error
+        raise UserError(f"{path} is no tokenizer that can be read: {error}") from error
     return {**json.loads(written), "truncation": None, "padding": None}
 
 
@@ -282,7 +282,7 @@ def _guarded(
     engine = TokenizersEngine(config=encoded, plain_text=True)
     left = _reachable(engine, control)
     if left:
-        raise CorpusError(
+        raise UserError(
             f"the tokenizer {path} turns the literal text {left[0]!r} into its control token even "
             "with added tokens off; use --allow-special-in-text if that is wanted"
         )
@@ -305,13 +305,13 @@ def _affixes(engine: TokenizersEngine, *, path: str) -> tuple[tuple[int, ...], t
         extra = len(full) - len(bare)
         starts = [n for n in range(extra + 1) if full[n : n + len(bare)] == bare]
         if not starts:
-            raise CorpusError(
+            raise UserError(
                 f"the post-processor of {path} does more than to add tokens before and after a "
                 "text; leave it out with --tokenizer-hf-no-include-special-tokens"
             )
         found.add((tuple(full[: starts[0]]), tuple(full[starts[0] + len(bare) :])))
     if len(found) != 1:
-        raise CorpusError(
+        raise UserError(
             f"the post-processor of {path} adds other tokens to other texts ({sorted(found)}); "
             "leave it out with --tokenizer-hf-no-include-special-tokens"
         )
@@ -334,5 +334,5 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 def _read_json(path: Path) -> dict[str, Any]:
     value = read_json(path)
     if not isinstance(value, dict):
-        raise CorpusError(f"{path} holds a JSON {type(value).__name__}, expected an object")
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, expected an object")
     return value

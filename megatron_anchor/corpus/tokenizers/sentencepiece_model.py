@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
+from megatron_anchor.errors import UserError
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.sentencepiece_model:SentencePieceEngine"
 _NOT_FAST = "gigatoken normalises some texts otherwise than sentencepiece does"
@@ -57,9 +57,9 @@ def load(path: Path, *, special: bool, affixes: bool = False) -> Tokenizer:
     try:
         library = SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
-        raise CorpusError(f"{path} is not a SentencePiece model: {error}") from error
+        raise UserError(f"{path} is not a SentencePiece model: {error}") from error
     if special:
-        raise CorpusError(
+        raise UserError(
             "--allow-special-in-text has no meaning for a SentencePiece model: sentencepiece never "
             "matches control pieces in a text; use the tokenizer.json of the model instead"
         )

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.errors import CorpusError
 from megatron_anchor.corpus.tokenizers import gigatoken_engine
 from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, digest_of, read_json
+from megatron_anchor.errors import UserError
 
 _FACTORY = "megatron_anchor.corpus.tokenizers.tiktoken_ranks:TiktokenEngine"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -190,14 +190,14 @@ def load(
         found = _read_plain(path, special_tokens)
     wanted = pattern or found.pattern
     if wanted is None:
-        raise CorpusError(
+        raise UserError(
             f"{path} holds {len(found.ranks)} ranks, which is no vocabulary known here; name its "
             f"split pattern with --tiktoken-pattern, one of {sorted(PATTERNS)}, or a regex"
         )
     specials = dict(found.specials or {})
     eos = eod_token or found.eos
     if eos is not None and eos not in specials:
-        raise CorpusError(
+        raise UserError(
             f"the end-of-document token {eos!r} is not among the special tokens of {path} "
             f"({', '.join(sorted(specials)[:8]) or 'none'}); name it with "
             "--tokenizer-special-tokens, or give its number with --eod-id"
@@ -214,7 +214,7 @@ def load(
         engine = recipe.make()
         engine.encode_batch(["a"])
     except (ValueError, TypeError, OverflowError) as error:
-        raise CorpusError(
+        raise UserError(
             f"{path}: tiktoken does not take these ranks with the pattern {expression!r}: {error}"
         ) from error
     fast, reason = None, "gigatoken would not match special strings"
@@ -260,11 +260,11 @@ def _read_plain(path: Path, special_tokens: Sequence[str]) -> _Ranks:
             piece, rank = line.split()
             ranks[base64.b64decode(piece, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
-            raise CorpusError(
+            raise UserError(
                 f"{path}:{number}: expected a base64 word and its rank, got {line[:60]!r}"
             ) from error
     if not ranks:
-        raise CorpusError(f"{path} holds no ranks")
+        raise UserError(f"{path} holds no ranks")
     known = _KNOWN.get(len(ranks))
     if special_tokens:
         start = max(ranks.values()) + 1
@@ -295,12 +295,12 @@ def _read_json_ranks(
             for entry in content[: vocab_size - num_special]
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CorpusError(
+        raise UserError(
             f"{path} is no list of ranks with token_bytes, Megatron's or tekken's "
             f"({type(error).__name__}: {error})"
         ) from error
     if not ranks:
-        raise CorpusError(f"{path} holds no ranks")
+        raise UserError(f"{path} holds no ranks")
     specials = {token: i for i, token in enumerate(special_tokens)}
     eos = "</s>" if "</s>" in specials else None
     return _Ranks(ranks, pattern, specials, eos, "<s>" if "<s>" in specials else None)

@@ -1,4 +1,4 @@
-"""What can go wrong with a corpus, as the user sees it."""
+"""Rows of the input that give no document."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import base64
 import json
 from dataclasses import dataclass
 
-
-class CorpusError(ValueError):
-    """A problem that the user can mend; the message shows value, place and remedy."""
+from megatron_anchor.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Rejection:
         return json.dumps(entry)
 
 
-class RowError(CorpusError):
+class RowError(UserError):
     """The first bad row of a run with `--on-error stop`.
 
     `kept` is the folder from which `--resume` goes on; empty where nothing was written before.
@@ -70,7 +68,3 @@ class RowError(CorpusError):
     def __reduce__(self) -> tuple[type[RowError], tuple[Rejection, str]]:
         """Travel between processes by the rejection, not by the message."""
         return RowError, (self.rejection, self.kept)
-
-
-class WorkerError(CorpusError):
-    """A worker process ended without an answer (killed, or out of memory)."""
