@@ -34,6 +34,7 @@ FLAGS = {
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "position_embedding_type": "--position-embedding-type",
     "rotary_base": "--rotary-base",
+    "rotary_percent": "--rotary-percent",
     "rope_parameters": "--rope-parameters",
     "max_position_embeddings": "--max-position-embeddings",
     "attention_dropout": "--attention-dropout",
@@ -51,6 +52,7 @@ FLAGS = {
     "moe_aux_loss_coeff": "--moe-aux-loss-coeff",
     "moe_layer_freq": "--moe-layer-freq",
     "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
+    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
     "moe_router_score_function": "--moe-router-score-function",
     "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
     "moe_router_num_groups": "--moe-router-num-groups",
@@ -80,7 +82,7 @@ TEXTS = frozenset(
         *("normalization", "position_embedding_type", "rope_parameters", "tokenizer_type"),
         *("tokenizer_model", "anchor_token", "transformer_impl", "moe_layer_freq"),
         *("moe_router_score_function", "window_size", "window_attn_skip_freq", "no_rope_freq"),
-        "softmax_type",
+        *("softmax_type", "moe_router_load_balancing_type"),
     }
 )
 """Of these the values that are no numbers."""
