@@ -87,12 +87,37 @@ TEXTS = frozenset(
 )
 """Of these the values that are no numbers."""
 
+SWITCHES = frozenset(
+    {
+        *("group_query_attention", "qk_layernorm", "swiglu", "disable_bias_linear", "add_qkv_bias"),
+        *("untie_embeddings_and_output_weights", "moe_router_pre_softmax"),
+        *("moe_router_enable_expert_bias", "multi_latent_attention", "quick_geglu", "bf16", "fp16"),
+    }
+)
+"""Of these the flags without a value."""
+
+_NUMBERS = (
+    *("layers", "hidden", "ffn", "heads", "groups", "head", "vocabulary", "epsilon"),
+    *("rotary_base", "positions"),
+)
+"""Fields of `Model` that are numbers, always."""
+
 _PLAIN_JSON = re.compile(r'"(?:[^"\\]|\\.)*"')
 """One string of a JSON text."""
 
 
 def shape_values(model: Model) -> dict[str, Any]:
-    """Describe a model's shape, and what it computes, by Megatron's arguments."""
+    """Describe a model's shape, and what it computes, by Megatron's arguments.
+
+    Raises:
+        UserError: for something else where a number is needed.
+    """
+    for name in _NUMBERS:
+        value = getattr(model, name)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UserError(
+                f"the model's config.json holds {value!r} where a number is expected ({name})"
+            )
     return {
         "num_layers": model.layers,
         "hidden_size": model.hidden,
@@ -157,7 +182,7 @@ def flag_lines(values: Mapping[str, Any], *, for_shell: bool = False) -> list[st
     """Write values as command-line flags, one per line.
 
     Args:
-        values: by Megatron's names; None and False are left out.
+        values: by Megatron's names; None, and switches that are off, are left out.
         for_shell: quote for a shell script; otherwise the lines pass an unquoted ``$(cat file)``.
 
     Raises:
@@ -166,9 +191,10 @@ def flag_lines(values: Mapping[str, Any], *, for_shell: bool = False) -> list[st
     lines = []
     for name, flag in FLAGS.items():
         value = values.get(name)
-        if value is None or value is False:
+        if value is None or (value is False and name in SWITCHES):
             continue
-        lines.append(flag if value is True else f"{flag} {_word(name, value, for_shell)}")
+        switched_on = value is True and name in SWITCHES
+        lines.append(flag if switched_on else f"{flag} {_word(name, value, for_shell)}")
     return lines
 
 
