@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from megatron_anchor.checkpoint.extension import BASES, extended
+from megatron_anchor.checkpoint.families import FAMILIES
 from megatron_anchor.checkpoint.megatron_args import flag_lines, shape_values
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.plan import Question
@@ -145,6 +146,11 @@ def notes(question: Question, layout: Layout) -> list[str]:
         found.append(
             f"--rotary-base stays {model.rotary_base:g}: the paper gives a base for plain RoPE at "
             f"{', '.join(map(str, BASES))} only; choose one for {question.sequence_length} tokens"
+        )
+    if model.family not in FAMILIES:
+        found.append(
+            f"the converter does not read {model.family} yet: START must be a Megatron checkpoint "
+            "from elsewhere; without one leave --pretrained-checkpoint out and train from scratch"
         )
     if layout.rings and question.gpu.capability < (9, 0):
         found.append(

@@ -151,6 +151,11 @@ MODELS: dict[str, Known] = {
         _config("Llama", 16, 2048, 8192, 32, 8, 128256, 131072, **_scaled_llama(32.0))
         | {"head_dim": 64, "tie_word_embeddings": True},
     ),
+    "llama-3.2-3b": Known(
+        "meta-llama/Llama-3.2-3B",
+        _config("Llama", 28, 3072, 8192, 24, 8, 128256, 131072, **_scaled_llama(32.0))
+        | {"head_dim": 128, "tie_word_embeddings": True},
+    ),
     "mistral-7b-v0.1": Known(
         "mistralai/Mistral-7B-v0.1",
         _config("Mistral", 32, 4096, 14336, 32, 8, 32000, 32768, sliding_window=4096),
@@ -158,6 +163,10 @@ MODELS: dict[str, Known] = {
     "mistral-7b-v0.3": Known(
         "mistralai/Mistral-7B-v0.3",
         _config("Mistral", 32, 4096, 14336, 32, 8, 32768, 32768, rope_theta=1e6),
+    ),
+    "mistral-nemo-12b": Known(
+        "mistralai/Mistral-Nemo-Base-2407",
+        _config("Mistral", 40, 5120, 14336, 32, 8, 131072, 131072, rope_theta=1e6, head_dim=128),
     ),
     "mixtral-8x7b": Known(
         "mistralai/Mixtral-8x7B-v0.1",
@@ -176,9 +185,22 @@ MODELS: dict[str, Known] = {
         "Qwen/Qwen2.5-14B",
         _config("Qwen2", 48, 5120, 13824, 40, 8, 152064, 131072, **_QWEN2) | {"rms_norm_eps": 1e-5},
     ),
+    "qwen3-4b": Known(
+        "Qwen/Qwen3-4B",
+        _config("Qwen3", 36, 2560, 9728, 32, 8, 151936, 40960, **_QWEN3)
+        | {"tie_word_embeddings": True},
+    ),
     "qwen3-8b": Known(
         "Qwen/Qwen3-8B",
         _config("Qwen3", 36, 4096, 12288, 32, 8, 151936, 40960, **_QWEN3),
+    ),
+    "qwen3-14b": Known(
+        "Qwen/Qwen3-14B",
+        _config("Qwen3", 40, 5120, 17408, 40, 8, 151936, 40960, **_QWEN3),
+    ),
+    "qwen3-32b": Known(
+        "Qwen/Qwen3-32B",
+        _config("Qwen3", 64, 5120, 25600, 64, 8, 151936, 40960, **_QWEN3),
     ),
     "qwen3-30b-a3b": Known(
         "Qwen/Qwen3-30B-A3B",
@@ -251,7 +273,7 @@ MODELS: dict[str, Known] = {
 }
 """Name to its facts; tests hold the parameters that follow from them against the published ones."""
 
-ALIASES = {"mistral-7b": "mistral-7b-v0.1", "mixtral-8x7b-v0.1": "mixtral-8x7b"}
+ALIASES = {"mistral-7b": "mistral-7b-v0.3"}
 
 
 @cache
@@ -277,11 +299,13 @@ def find_model(name: str) -> tuple[str, Shape]:
     key = _BY_REPOSITORY.get(key, ALIASES.get(key, key))
     if key in MODELS:
         return name, known_shape(key)
-    near = get_close_matches(key, MODELS, n=1)
+    longer = [known for known in MODELS if known.startswith(key)]
+    near = list(dict.fromkeys(longer + get_close_matches(key, MODELS, n=2)))[:3]
     raise UserError(
         f"--model {name}: "
-        + (f"did you mean {near[0]}? " if near else "")
-        + f"give a folder with a config.json, or one of {', '.join(MODELS)}"
+        + (f"did you mean {' or '.join(near)}? " if near else "")
+        + f"give one of {', '.join(MODELS)}; or, for another model, a folder with the model's "
+        "config.json from Hugging Face (that file alone is enough)"
     )
 
 

@@ -253,7 +253,8 @@ def _fitting(question: Question, layout: Layout) -> Choice | Refusal:
     reason = (
         f"memory: needs {least.memory.total / GIB:.1f} GiB (states {least.memory.states / GIB:.1f},"
         f" activations {least.memory.activations / GIB:.1f}) even with --recompute-granularity "
-        f"{least.layout.recompute}, {space / GIB:.1f} may be filled; raise TP, PP or CP"
+        f"{least.layout.recompute}, {space / GIB:.1f} may be filled; raise TP, PP"
+        f"{', CP or EP' if question.shape.experts else ' or CP'}"
     )
     return Refusal(layout=least.layout, reasons=(reason,))
 

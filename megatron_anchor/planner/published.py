@@ -34,11 +34,11 @@ def compare_with_paper(question: Question, best: Choice) -> str:
     ours = sorted(round(100 * patterns[name].mfu) for name in PAPER_DAYS)
     ratio = PAPER_DAYS["full"] / PAPER_DAYS["anchor"]
     return (
-        f"the paper's figure for this setting (arXiv 2411.13476, Figure 6): about "
+        f"the paper reports for this setting (arXiv 2411.13476, Figure 6) about "
         f"{PAPER_DAYS['full']:g} days with full attention and {PAPER_DAYS['anchor']:g} with anchor; "
-        f"here {patterns['full'].days:.1f} and {patterns['anchor'].days:.1f}. The work is the same; "
-        f"the difference is the share of the GPUs' peak: theirs comes to {low} to {high}% MFU, "
-        f"{ours[0]} to {ours[1]}% is assumed here. The ratio of the two patterns is {ratio:.1f} "
-        f"there and {patterns['full'].days / patterns['anchor'].days:.1f} here. For code as fast "
-        "as the paper's give --linear-efficiency 0.11 --attention-efficiency 0.1."
+        f"here {patterns['full'].days:.1f} and {patterns['anchor'].days:.1f} are estimated. By the "
+        f"work counted here theirs are {low} to {high}% MFU; {ours[0]} to {ours[1]}% are assumed, "
+        "what a tuned Megatron reaches. The patterns' ratio depends less on that: "
+        f"{ratio:.1f} there, {patterns['full'].days / patterns['anchor'].days:.1f} here. For a "
+        "program as fast as the paper's give --linear-efficiency 0.11 --attention-efficiency 0.1"
     )

@@ -200,10 +200,12 @@ def _refused(plan: Plan, most: int) -> str:
     counts = ", ".join(f"{kinds[kind]} for {kind}" for kind in KINDS if kinds[kind])
     lines = [f"refused: {len(plan.refused)} ({counts})"]
     for kind in KINDS:
-        of_kind = [r for r in plan.refused if r.reasons[0].startswith(kind)]
-        lines += [f"  {r.layout}: {r.reasons[0]}" for r in of_kind[:most]]
-        if len(of_kind) > most:
-            lines.append(f"  ... and {len(of_kind) - most} more for {kind} (--top shows more)")
+        of_kind = [r for r in plan.refused if r.reasons[0].startswith(f"{kind}:")]
+        first = {r.reasons[0]: r for r in reversed(of_kind)}  # of each reason its first layout
+        shown = [r for r in of_kind if first[r.reasons[0]] is r][:most]
+        lines += [f"  {r.layout}: {r.reasons[0]}" for r in shown]
+        if len(of_kind) > len(shown):
+            lines.append(f"  ... and {len(of_kind) - len(shown)} more for {kind} (--json has all)")
     return "\n".join(lines)
 
 
