@@ -82,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     machine("--network-gbs", type=float, help="GB/s of a GPU between servers, one direction")
     machine("--gpus-per-node", type=int)
     machine("--linear-efficiency", type=float, help="share of the peak in matrix products")
+    machine("--experts-efficiency", type=float, help="the same in routed experts")
     machine("--attention-efficiency", type=float, help="share of the peak in attention")
     machine("--link-efficiency", type=float, help="share of the bandwidths")
     output = parser.add_argument_group("output").add_argument
@@ -151,9 +152,8 @@ def question_of(args: argparse.Namespace) -> Question:
     name, shape = find_model(args.model)
     if shape.predicted and not attention_pattern(args.attention_pattern).has_whole_documents:
         raise UserError(
-            f"--attention-pattern {args.attention_pattern}: {name} has {shape.predicted} layers of "
-            "multi-token prediction, which need documents that are kept apart and whole; use "
-            "anchor or intra-document"
+            f"--attention-pattern {args.attention_pattern}: {name} has multi-token prediction, "
+            "which needs documents that are kept apart and whole; use anchor or intra-document"
         )
     batch = args.global_batch_size
     if batch is None:
@@ -194,7 +194,8 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 
 def _efficiency(args: argparse.Namespace, gpu: Gpu) -> Efficiency:
     given = {
-        field: getattr(args, f"{field}_efficiency") for field in ("linear", "attention", "link")
+        field: getattr(args, f"{field}_efficiency")
+        for field in ("linear", "experts", "attention", "link")
     }
     for field, value in given.items():
         if value is not None and not 0 < value <= 1:

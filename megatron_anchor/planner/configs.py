@@ -29,7 +29,7 @@ TRAITS: dict[str, dict[str, bool]] = {
     "Qwen3MoeForCausalLM": {"qk_norm": True},
     "DeepseekV2ForCausalLM": {"qk_norm": True},
     "DeepseekV3ForCausalLM": {"qk_norm": True},
-    "Glm4MoeForCausalLM": {"qkv_bias": True},
+    "Glm4MoeForCausalLM": {},
     "GptOssForCausalLM": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
 }
 """Architecture to what its class fixes, as fields of `Model`. DeepSeek's norms are of latents."""
@@ -119,15 +119,17 @@ def _model_of(config: Config) -> Model:
         router_loss_coefficient=_number(
             config, "router_aux_loss_coef", _number(config, "aux_loss_alpha", 0.0)
         ),
-        **_biases(config, family) | traits,
+        **_chosen(config, family) | traits,
     )
 
 
-def _biases(config: Config, family: str) -> dict[str, bool]:
-    """Biases that a config chooses: transformers' attention_bias is of all four projections."""
+def _chosen(config: Config, family: str) -> dict[str, bool]:
+    """What a config chooses in some families."""
+    bias = bool(config.get("attention_bias", False))
+    if family == "Glm4MoeForCausalLM":  # its output projection has no bias
+        return {"qkv_bias": bias, "qk_norm": bool(config.get("use_qk_norm", False))}
     if family != "LlamaForCausalLM":
         return {}
-    bias = bool(config.get("attention_bias", False))
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bool(config.get("mlp_bias", False))}
 
 
@@ -253,4 +255,3 @@ def pattern(layers: list[bool] | tuple[bool, ...]) -> str:
 def _runs(layers: list[bool] | tuple[bool, ...]) -> str:
     runs = [(value, len(list(run))) for value, run in groupby(layers)]
     return "(" + "+".join(f"[{value:d}]" + (f"*{n}" if n > 1 else "") for value, n in runs) + ")"
-

@@ -85,7 +85,9 @@ def kept_by_layer(
     if recompute == "full":
         return stream  # the layer's input
     attention = kept_by_attention(shape, ulysses=ulysses, tp=tp)
-    mlp = 2 * stream  # input of the norm, input of gate and up (or of router and shared experts)
+    mlp: float = (
+        2 * stream
+    )  # input of the norm, input of gate and up (or of router and shared experts)
     if recompute == "none":
         mlp += _kept_inside(shape, experts=experts)
     return attention + mlp

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from megatron_anchor.checkpoint.families import FAMILIES
 from megatron_anchor.checkpoint.hugging_face_config import architecture, model_of, read_config
-from megatron_anchor.planner.configs import shape_of
 from megatron_anchor.errors import UserError
+from megatron_anchor.planner.configs import shape_of
 from megatron_anchor.planner.shapes import Shape
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_anchor.planner.models import known_shape
 from megatron_anchor.planner.plan import Choice, Question, compare_patterns
-from megatron_anchor.planner.step_time import SECONDS_A_DAY
 
 PAPER_DAYS = {"full": 4.5, "anchor": 2.0}
 """Days for 10^9 tokens, Llama-2-7B at 64K on 8 A100 (arXiv 2411.13476, Figure 6; about)."""
@@ -33,12 +32,13 @@ def compare_with_paper(question: Question, best: Choice) -> str:
     low, high = sorted(round(100 * share) for share in theirs.values())
     ours = sorted(round(100 * patterns[name].mfu) for name in PAPER_DAYS)
     ratio = PAPER_DAYS["full"] / PAPER_DAYS["anchor"]
+    days = {name: patterns[name].days for name in PAPER_DAYS}
     return (
         f"the paper reports for this setting (arXiv 2411.13476, Figure 6) about "
-        f"{PAPER_DAYS['full']:g} days with full attention and {PAPER_DAYS['anchor']:g} with anchor; "
-        f"here {patterns['full'].days:.1f} and {patterns['anchor'].days:.1f} are estimated. By the "
-        f"work counted here theirs are {low} to {high}% MFU; {ours[0]} to {ours[1]}% are assumed, "
-        "what a tuned Megatron reaches. The patterns' ratio depends less on that: "
-        f"{ratio:.1f} there, {patterns['full'].days / patterns['anchor'].days:.1f} here. For a "
-        "program as fast as the paper's give --linear-efficiency 0.11 --attention-efficiency 0.1"
+        f"{PAPER_DAYS['full']:g} days with full attention and {PAPER_DAYS['anchor']:g} with "
+        f"anchor; here {days['full']:.1f} and {days['anchor']:.1f} are estimated. By the work "
+        f"counted here theirs are {low} to {high}% MFU; {ours[0]} to {ours[1]}% are assumed "
+        "(arXiv 2205.05198 reports 54% on A100). The patterns' ratio depends less on that: "
+        f"{ratio:.1f} there, {days['full'] / days['anchor']:.1f} here. For a program as fast as "
+        "the paper's give --linear-efficiency 0.11 --attention-efficiency 0.1"
     )

@@ -125,8 +125,9 @@ def _head(question: Question) -> str:
     if question.shape.experts is not None:
         count += f", {active_parameters(question.shape) / 1e9:.2f} active"
     return (
-        f"{escaped(question.name)} ({count}) on {question.gpus} x {question.gpu.name}, samples of {question.sequence_length}, "
-        f"global batch {question.global_batch}, documents of {escaped(question.lengths.name)} "
+        f"{escaped(question.name)} ({count}) on {question.gpus} x {question.gpu.name}, "
+        f"samples of {question.sequence_length}, global batch {question.global_batch}, "
+        f"documents of {escaped(question.lengths.name)} "
         f"(mean {question.lengths.lengths.mean():.0f} tokens)"
     )
 
@@ -217,9 +218,9 @@ def _assumptions(question: Question) -> str:
         experts = f" ({assumed.of_experts:.0%} in experts, which get equally many tokens)"
     return (
         f"assumed, not measured: {assumed.linear:.0%} of {gpu.tflops:g} TFLOP/s in matrix products"
-        f"{experts}, {assumed.attention:.0%} in attention, {assumed.link:.0%} of {gpu.nvlink:g} GB/s inside "
-        f"servers and {gpu.network:g} GB/s between them; days from {fast:g} to {slow:g} times that speed "
-        "(docs/planner.md)"
+        f"{experts}, {assumed.attention:.0%} in attention, {assumed.link:.0%} of "
+        f"{gpu.nvlink:g} GB/s inside servers and {gpu.network:g} GB/s between them; days from {fast:g} to {slow:g} "
+        "times that speed (docs/planner.md)"
     )
 
 

@@ -154,9 +154,7 @@ def _sparse(stage: Stage) -> int:
     return stage.sparse
 
 
-def _seconds(
-    work: Work, layout: Layout, gpu: Gpu, efficiency: Efficiency
-) -> tuple[float, float]:
+def _seconds(work: Work, layout: Layout, gpu: Gpu, efficiency: Efficiency) -> tuple[float, float]:
     """Matrix products and attention of one micro-batch on one GPU of a stage."""
     speed = gpu.tflops * 1e12 * layout.tp * layout.cp
     products = work.linear / efficiency.linear + work.experts / efficiency.of_experts

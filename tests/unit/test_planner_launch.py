@@ -27,7 +27,9 @@ TRAINED = {"--tokenizer-type", "--tokenizer-model"}
 
 
 def question(name="llama-2-7b", gpu="A100-80GB", gpus=8, length=65536, batch=8):
-    return Question(name, known_shape(name), slimpajama_like(2000), find_gpu(gpu), gpus, length, batch)
+    return Question(
+        name, known_shape(name), slimpajama_like(2000), find_gpu(gpu), gpus, length, batch
+    )
 
 
 def words_of(command):

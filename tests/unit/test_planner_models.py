@@ -143,6 +143,7 @@ TINY = {
         "moe_intermediate_size": 20,
         "head_dim": 16,
         "attention_bias": True,
+        "use_qk_norm": True,
     },
 }
 SMALL = {

@@ -100,7 +100,9 @@ def test_every_kind_of_refusal_names_the_value_and_the_remedy():
     assert "EP 2 is for models with experts" in why(ep=2, dp=2)
     assert "128 experts cannot be shared by EP 3" in why("qwen3-30b-a3b", ep=3, dp=3)
     assert "EP 8 does not divide TP x CP x DP = 4" in why("qwen3-30b-a3b", ep=8, dp=4)
-    assert "the shared experts' width 2816 cannot be shared by TP 3" in why("deepseek-v2-lite", tp=3)
+    assert "the shared experts' width 2816 cannot be shared by TP 3" in why(
+        "deepseek-v2-lite", tp=3
+    )
     assert "the padded vocabulary 152064 cannot be shared by TP 7" in why("qwen2.5-7b", tp=7)
     assert "--seq-length 1000 is no multiple of 16 (CP 8 x 2 x TP 1)" in why(length=1000, cp=8)
     assert "the next lower one is 992" in why(length=1000, cp=8)

@@ -29,9 +29,7 @@ def test_states_of_qwen3_30b_a3b_by_hand():
     plain = 48 * (attention + 2048 * 128 + 2 * 2048) + 2 * 151936 * 2048 + 2048
     experts = 48 * 8 * (3 * 2048 * 768)
     layout = Layout(cp=8, dp=8, ep=16)
-    memory = memory_of(
-        known_shape("qwen3-30b-a3b"), layout, sequence_length=S, global_batch=64
-    )
+    memory = memory_of(known_shape("qwen3-30b-a3b"), layout, sequence_length=S, global_batch=64)
     assert memory.weights == 2 * (plain + experts)
     assert memory.gradients == 4 * (plain + experts)
     assert memory.optimizer == 12 * (plain / 64 + experts / (64 / 16))
