@@ -219,8 +219,8 @@ def _assumptions(question: Question) -> str:
     return (
         f"assumed, not measured: {assumed.linear:.0%} of {gpu.tflops:g} TFLOP/s in matrix products"
         f"{experts}, {assumed.attention:.0%} in attention, {assumed.link:.0%} of "
-        f"{gpu.nvlink:g} GB/s inside servers and {gpu.network:g} GB/s between them; days from {fast:g} to {slow:g} "
-        "times that speed (docs/planner.md)"
+        f"{gpu.nvlink:g} GB/s inside servers and {gpu.network:g} GB/s between them; "
+        f"days from {fast:g} to {slow:g} times that speed (docs/planner.md)"
     )
 
 

@@ -19,8 +19,10 @@ from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import Lengths, slimpajama_like
 from megatron_anchor.planner.models import MODELS, known_shape
 from megatron_anchor.planner.plan import Question, make_plan
+from megatron_anchor.planner.work import model_work
 from megatron_anchor.training import validation
 from megatron_anchor.training.arguments import add_anchor_arguments, model_windows
+from megatron_anchor.training.slot_work import slot_work
 
 TRAINED = {"--tokenizer-type", "--tokenizer-model"}
 """Flags of the converter that depend on more than the model."""
@@ -106,10 +108,18 @@ def test_the_program_accepts_every_command_that_a_plan_prints(asked, parse):
         validate_args(args)  # Megatron's own
         config = core_transformer_config_from_args(args)
         assert_same_model(config, args, asked.shape)
+        assert slot_work(args) == pytest.approx(planned_slot_work(asked.shape))
         assert args.data_parallel_size == layout.dp
         processes = int(launcher[launcher.index("--nproc-per-node") + 1])
         nodes = int(launcher[launcher.index("--nnodes") + 1]) if "--nnodes" in launcher else 1
         assert processes * nodes == asked.gpus
+
+
+def planned_slot_work(shape):
+    """Balancing's unit is l^2, two of the planner's pairs."""
+    linear = model_work(shape, sequence_length=1, pairs=0)
+    pair = model_work(shape, sequence_length=0, pairs=1)
+    return 2 * linear.total / pair.total
 
 
 def assert_same_model(config, args, shape):
