@@ -34,6 +34,9 @@ TRAITS: dict[str, dict[str, bool]] = {
 }
 """Architecture to what its class fixes, as fields of `Model`. DeepSeek's norms are of latents."""
 
+DEFAULT_WINDOWS = {"MistralForCausalLM": 4096, "GptOssForCausalLM": 128}
+"""Windows of configs that have no ``sliding_window``; a null means none."""
+
 CHOOSES_BY_GROUP = ("group_limited_greedy", "noaux_tc")
 """DeepSeek's ``topk_method`` where a token's experts come from few groups."""
 
@@ -162,11 +165,13 @@ def _latent(config: Config) -> Latent:
 
 
 def _windows(config: Config, model: Model) -> tuple[int | None, tuple[bool, ...]]:
-    """Give the window and the layers that have it; none where it holds the longest sample."""
-    window = config.get("sliding_window")
-    if not window or config.get("use_sliding_window") is False:
+    """Give the window and the layers that have it, as transformers reads them."""
+    if model.family.startswith(("Qwen", "SmolLM3")) and not config.get("use_sliding_window"):
         return None, ()
-    window = _integer(config, "sliding_window")
+    window = config.get("sliding_window", DEFAULT_WINDOWS.get(model.family))
+    if window is None:
+        return None, ()
+    window = _integer({"sliding_window": window}, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != model.layers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,11 +163,13 @@ MODELS: dict[str, Known] = {
     ),
     "mistral-7b-v0.3": Known(
         "mistralai/Mistral-7B-v0.3",
-        _config("Mistral", 32, 4096, 14336, 32, 8, 32768, 32768, rope_theta=1e6),
+        _config("Mistral", 32, 4096, 14336, 32, 8, 32768, 32768, rope_theta=1e6)
+        | {"sliding_window": None},
     ),
     "mistral-nemo-12b": Known(
         "mistralai/Mistral-Nemo-Base-2407",
-        _config("Mistral", 40, 5120, 14336, 32, 8, 131072, 131072, rope_theta=1e6, head_dim=128),
+        _config("Mistral", 40, 5120, 14336, 32, 8, 131072, 131072, rope_theta=1e6, head_dim=128)
+        | {"sliding_window": None},
     ),
     "mixtral-8x7b": Known(
         "mistralai/Mixtral-8x7B-v0.1",
@@ -316,7 +319,10 @@ _BY_REPOSITORY = {
 
 
 def _converted(config: Mapping[str, Any]) -> Any:
-    """What the converter makes of a config, so that its refusals come with the plan."""
-    if architecture(config) not in FAMILIES:
+    """What the converter makes of a config, so that its refusals come with the plan.
+
+    Without transformers, whose defaults it asks for, the planner's own reading has to do.
+    """
+    if architecture(config) not in FAMILIES or not find_spec("transformers"):
         return None
     return model_of(config, drop_sliding_window=True)  # windows are read from the config itself

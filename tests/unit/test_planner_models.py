@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from megatron_anchor.errors import UserError
+from megatron_anchor.planner import models
+from megatron_anchor.planner.configs import shape_of
 from megatron_anchor.planner.models import MODELS, find_model, known_shape
 from megatron_anchor.planner.shapes import Latent
 from megatron_anchor.planner.weights import active_parameters, parameters
@@ -180,6 +182,42 @@ def test_a_folder_is_read_as_the_converter_reads_it(tmp_path):
     assert name == str(tmp_path)
     assert (model.layers, model.hidden) == (config["num_hidden_layers"], config["hidden_size"])
     assert model.qkv_bias
+
+
+@pytest.mark.parametrize(
+    "path", sorted(CONFIGS.glob("*/*.json")), ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
+def test_a_config_means_the_same_without_transformers(path, tmp_path, monkeypatch):
+    config = json.loads(path.read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with_defaults = find_model(str(tmp_path))[1]
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    alone = find_model(str(tmp_path))[1]
+    assert alone == with_defaults
+    assert dict(alone.model.scaling) == dict(with_defaults.model.scaling)
+    assert dict(alone.arguments) == dict(with_defaults.arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "window"),
+    [
+        ("mistral-7b-v0.1", {}, 4096),
+        ("mistral-7b-v0.1", {"sliding_window": None}, None),
+        ("mistral-7b-v0.3", {"sliding_window": 1024}, 1024),
+        ("qwen2.5-7b", {"sliding_window": 1024}, None),
+        ("qwen2.5-7b", {"sliding_window": 1024, "use_sliding_window": True}, 1024),
+        ("gpt-oss-20b", {"sliding_window": 64}, 64),
+    ],
+)
+def test_a_window_is_there_where_transformers_has_one(name, change, window):
+    shape = shape_of(dict(MODELS[name].config) | change)
+    assert shape.window == window
+    assert any(shape.windowed) == (window is not None)
+
+
+def test_a_missing_window_is_the_familys_default():
+    config = {k: v for k, v in MODELS["mistral-7b-v0.1"].config.items() if k != "sliding_window"}
+    assert shape_of(config).window == 4096
 
 
 def test_windows_sinks_latents_and_predictors_are_read():
