@@ -37,6 +37,9 @@ TRAITS: dict[str, dict[str, bool]] = {
 DEFAULT_WINDOWS = {"MistralForCausalLM": 4096, "GptOssForCausalLM": 128}
 """Windows of configs that have no ``sliding_window``; a null means none."""
 
+MOST, MOST_LAYERS = 10**9, 10**4
+"""Bounds of a config's numbers, far beyond any model: what is larger is a mistake."""
+
 CHOOSES_BY_GROUP = ("group_limited_greedy", "noaux_tc")
 """DeepSeek's ``topk_method`` where a token's experts come from few groups."""
 
@@ -58,7 +61,7 @@ def shape_of(config: Config, *, model: Model | None = None) -> Shape:
     window, windowed = _windows(config, model)
     return Shape(
         model=model,
-        ffn=_integer(config, "intermediate_size"),
+        ffn=_size(config, "intermediate_size"),
         latent=latent,
         experts=experts,
         window=window,
@@ -71,16 +74,25 @@ def shape_of(config: Config, *, model: Model | None = None) -> Shape:
     )
 
 
-def _integer(config: Config, key: str, default: int | None = None) -> int:
+def _integer(config: Config, key: str, default: int | None = None, *, least: int = 0) -> int:
     """Take a whole number.
 
     Raises:
         UserError: for anything else.
     """
     value = default if config.get(key) is None else config[key]
-    if type(value) is not int or value < 0:
-        raise UserError(f"config.json: {key} is {value!r}, expected a whole number")
+    most = MOST_LAYERS if key in ("num_hidden_layers", "num_nextn_predict_layers") else MOST
+    if type(value) is int and value > most:
+        raise UserError(f"config.json: {key} is {value}, expected at most {most}")
+    if type(value) is not int or value < least:
+        more = f" of at least {least}" if least else ""
+        raise UserError(f"config.json: {key} is {value!r}, expected a whole number{more}")
     return value
+
+
+def _size(config: Config, key: str, default: int | None = None) -> int:
+    """Take a whole number of at least 1."""
+    return _integer(config, key, default, least=1)
 
 
 def _number(config: Config, key: str, default: float) -> float:
@@ -94,22 +106,23 @@ def _model_of(config: Config) -> Model:
     family = architecture(config)
     if family not in TRAITS:
         raise UserError(f"config.json: architecture {family}: known are {', '.join(TRAITS)}")
-    heads = _integer(config, "num_attention_heads")
-    hidden = _integer(config, "hidden_size")
-    positions = _integer(config, "max_position_embeddings")
+    heads = _size(config, "num_attention_heads")
+    hidden = _size(config, "hidden_size")
+    positions = _size(config, "max_position_embeddings")
     missing = SimpleNamespace(rope_theta=1e4, max_position_embeddings=positions)
+    _check_rope(config)
     base, scaling = rope_of(config, missing)
     experts = _number_of_experts(config)
     traits: dict[str, Any] = dict(TRAITS[family])
     return Model(
         family=family,
-        layers=_integer(config, "num_hidden_layers"),
+        layers=_size(config, "num_hidden_layers"),
         hidden=hidden,
-        ffn=_integer(config, "moe_intermediate_size", _integer(config, "intermediate_size")),
+        ffn=_size(config, "moe_intermediate_size", _size(config, "intermediate_size")),
         heads=heads,
-        groups=_integer(config, "num_key_value_heads", heads),
-        head=_integer(config, "head_dim", hidden // max(1, heads)),
-        vocabulary=_integer(config, "vocab_size"),
+        groups=_size(config, "num_key_value_heads", heads),
+        head=_size(config, "head_dim", hidden // max(1, heads)),
+        vocabulary=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", family == "SmolLM3ForCausalLM")),
         epsilon=_number(config, "rms_norm_eps", 1e-6),
         rotary_base=base,
@@ -136,6 +149,25 @@ def _chosen(config: Config, family: str) -> dict[str, bool]:
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bool(config.get("mlp_bias", False))}
 
 
+def _check_rope(config: Config) -> None:
+    """Check the types of what `rope_of` reads.
+
+    Raises:
+        UserError: for anything but numbers and objects.
+    """
+    _number(config, "rope_theta", 1e4)
+    for key in ("rope_parameters", "rope_scaling"):
+        form = config.get(key)
+        if form is None:
+            continue
+        if not isinstance(form, dict):
+            raise UserError(f"config.json: {key} is {form!r}, expected an object")
+        _number(form, "rope_theta", 1e4)
+        for name in ("rope_type", "type"):
+            if not isinstance(form.get(name, ""), str):
+                raise UserError(f"config.json: {key}: {name} is {form[name]!r}, expected a name")
+
+
 def _number_of_experts(config: Config) -> int:
     keys = ("n_routed_experts", "num_local_experts", "num_experts")
     return next((_integer(config, key) for key in keys if config.get(key) is not None), 0)
@@ -144,23 +176,30 @@ def _number_of_experts(config: Config) -> int:
 def _experts(config: Config, model: Model) -> Experts | None:
     if not model.experts:
         return None
+    if not 1 <= model.experts_per_token <= model.experts:
+        raise UserError(
+            f"config.json: num_experts_per_tok {model.experts_per_token} of {model.experts} experts"
+        )
+    dense = _integer(config, "first_k_dense_replace", 0)
+    if dense > model.layers:
+        raise UserError(f"config.json: first_k_dense_replace {dense} of {model.layers} layers")
     return Experts(
         number=model.experts,
         per_token=model.experts_per_token,
         ffn=model.ffn,
         shared_ffn=_integer(config, "n_shared_experts", 0) * model.ffn,
-        dense_layers=_integer(config, "first_k_dense_replace", 0),
+        dense_layers=dense,
     )
 
 
 def _latent(config: Config) -> Latent:
     rank = config.get("q_lora_rank")
     return Latent(
-        q_lora_rank=None if rank is None else _integer(config, "q_lora_rank"),
-        kv_lora_rank=_integer(config, "kv_lora_rank"),
-        qk_nope_head_dim=_integer(config, "qk_nope_head_dim"),
-        qk_rope_head_dim=_integer(config, "qk_rope_head_dim"),
-        v_head_dim=_integer(config, "v_head_dim"),
+        q_lora_rank=None if rank is None else _size(config, "q_lora_rank"),
+        kv_lora_rank=_size(config, "kv_lora_rank"),
+        qk_nope_head_dim=_size(config, "qk_nope_head_dim"),
+        qk_rope_head_dim=_size(config, "qk_rope_head_dim"),
+        v_head_dim=_size(config, "v_head_dim"),
     )
 
 
@@ -171,7 +210,7 @@ def _windows(config: Config, model: Model) -> tuple[int | None, tuple[bool, ...]
     window = config.get("sliding_window", DEFAULT_WINDOWS.get(model.family))
     if window is None:
         return None, ()
-    window = _integer({"sliding_window": window}, "sliding_window")
+    window = _size({"sliding_window": window}, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != model.layers:
@@ -179,7 +218,7 @@ def _windows(config: Config, model: Model) -> tuple[int | None, tuple[bool, ...]
         return window, tuple(kind == "sliding_attention" for kind in kinds)
     first = 0
     if model.family.startswith("Qwen"):
-        first = _integer(config, "max_window_layers", 0)
+        first = _integer(config, "max_window_layers", 28)
     elif model.family == "GptOssForCausalLM":
         return window, tuple(layer % 2 == 0 for layer in range(model.layers))
     return window, tuple(layer >= first for layer in range(model.layers))
@@ -204,7 +243,7 @@ def _expert_arguments(config: Config, model: Model, experts: Experts | None) -> 
         return {}
     values: dict[str, Any] = {}
     if experts.dense_layers:
-        values["ffn_hidden_size"] = _integer(config, "intermediate_size")
+        values["ffn_hidden_size"] = _size(config, "intermediate_size")
         dense = [layer < experts.dense_layers for layer in range(model.layers)]
         values["moe_layer_freq"] = pattern([not here for here in dense])
     if experts.shared_ffn:
@@ -232,10 +271,14 @@ def _layer_arguments(
     if (rotated := _number(config, "partial_rotary_factor", 1.0)) != 1:
         values["rotary_percent"] = rotated
     if model.family == "SmolLM3ForCausalLM":
-        step = _integer(config, "no_rope_layer_interval", 4)
+        step = _size(config, "no_rope_layer_interval", 4)
         has_rope = config.get("no_rope_layers")  # 1 means that the layer has RoPE
         if has_rope is None:
             has_rope = [(layer + 1) % step != 0 for layer in range(model.layers)]
+        elif not isinstance(has_rope, list) or len(has_rope) != model.layers:
+            raise UserError(
+                f"config.json: no_rope_layers {has_rope!r}: expected {model.layers} of 0 and 1"
+            )
         values["no_rope_freq"] = pattern([not here for here in has_rope])
     if model.family == "GptOssForCausalLM":
         values |= {

@@ -1,7 +1,9 @@
 """Shapes and counts of models against published figures, and against transformers' own models."""
 
 import json
+import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import transformers
 from megatron_anchor.errors import UserError
 from megatron_anchor.planner import models
 from megatron_anchor.planner.configs import shape_of
+from megatron_anchor.planner.launch import model_flags
 from megatron_anchor.planner.models import MODELS, find_model, known_shape
 from megatron_anchor.planner.shapes import Latent
 from megatron_anchor.planner.weights import active_parameters, parameters
@@ -205,7 +208,11 @@ def test_a_config_means_the_same_without_transformers(path, tmp_path, monkeypatc
         ("mistral-7b-v0.1", {"sliding_window": None}, None),
         ("mistral-7b-v0.3", {"sliding_window": 1024}, 1024),
         ("qwen2.5-7b", {"sliding_window": 1024}, None),
-        ("qwen2.5-7b", {"sliding_window": 1024, "use_sliding_window": True}, 1024),
+        (
+            "qwen2.5-7b",
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 14},
+            8,
+        ),
         ("gpt-oss-20b", {"sliding_window": 64}, 64),
     ],
 )
@@ -270,6 +277,9 @@ def test_unknown_models_are_refused_with_the_known_ones_and_the_way_to_give_anot
     ("change", "message"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, "architecture GemmaForCausalLM: known are Llama"),
+        ({"num_attention_heads": 0}, "is 0, expected a whole number of at least 1"),
+        ({"num_experts_per_tok": 300}, "num_experts_per_tok 300 of 256 experts"),
+        ({"first_k_dense_replace": 62}, "first_k_dense_replace 62 of 61 layers"),
         ({"n_routed_experts": "many"}, "n_routed_experts is 'many', expected a whole number"),
         ({"kv_lora_rank": 1.5}, "kv_lora_rank is 1.5, expected a whole number"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None, expected a whole number"),
@@ -280,6 +290,25 @@ def test_a_config_that_makes_no_sense_is_refused_by_its_key(change, message, tmp
     (tmp_path / "config.json").write_text(json.dumps(dict(MODELS["deepseek-v3"].config) | change))
     with pytest.raises(UserError, match=re.escape(message)):
         find_model(str(tmp_path))
+
+
+STRANGE = (None, 0, -1, 1.5, "x; rm -rf", True, [], [1], {}, {"rope_type": []}, math.nan, 10**30)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-20b", "smollm3-3b", "glm-4.5-air"])
+def test_no_value_of_a_config_breaks_the_planner_or_reaches_the_command_unread(name, monkeypatch):
+    """Each key in turn holds something strange: it is refused by name, or the command holds none of
+    it but as one quoted word."""
+    for key in {**MODELS[name].config, "layer_types": 0, "no_rope_layers": 0, "head_dim": 0}:
+        for value in STRANGE:
+            config = dict(MODELS[name].config) | {key: value}
+            try:
+                shape = shape_of(config)
+                words = shlex.split(" ".join(model_flags(shape)))
+            except UserError:
+                continue
+            assert not any(word in ("rm", "-rf") for word in words), (key, value)
+            assert parameters(shape) >= active_parameters(shape) > 0, (key, value)
 
 
 def test_work_is_six_operations_a_weight_and_fourteen_a_pair_and_channel():
