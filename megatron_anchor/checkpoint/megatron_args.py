@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_anchor.checkpoint.hugging_face_config import scaling_of
 from megatron_anchor.checkpoint.model import PADDED_VOCABULARY_MULTIPLE, Model
 from megatron_anchor.errors import UserError
-from megatron_anchor.shell_words import is_value, passes_unquoted
+from megatron_anchor.shell_words import is_value, passes_unquoted, quoted
+
+if TYPE_CHECKING:
+    import torch
 
 FLAGS = {
     "num_layers": "--num-layers",
@@ -32,6 +34,7 @@ FLAGS = {
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "position_embedding_type": "--position-embedding-type",
     "rotary_base": "--rotary-base",
+    "rotary_percent": "--rotary-percent",
     "rope_parameters": "--rope-parameters",
     "max_position_embeddings": "--max-position-embeddings",
     "attention_dropout": "--attention-dropout",
@@ -47,6 +50,28 @@ FLAGS = {
     "moe_router_topk": "--moe-router-topk",
     "moe_router_pre_softmax": "--moe-router-pre-softmax",
     "moe_aux_loss_coeff": "--moe-aux-loss-coeff",
+    "moe_layer_freq": "--moe-layer-freq",
+    "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
+    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
+    "moe_router_score_function": "--moe-router-score-function",
+    "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
+    "moe_router_num_groups": "--moe-router-num-groups",
+    "moe_router_group_topk": "--moe-router-group-topk",
+    "moe_router_topk_scaling_factor": "--moe-router-topk-scaling-factor",
+    "multi_latent_attention": "--multi-latent-attention",
+    "q_lora_rank": "--q-lora-rank",
+    "kv_lora_rank": "--kv-lora-rank",
+    "qk_head_dim": "--qk-head-dim",
+    "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
+    "v_head_dim": "--v-head-dim",
+    "mtp_num_layers": "--mtp-num-layers",
+    "window_size": "--window-size",
+    "window_attn_skip_freq": "--window-attn-skip-freq",
+    "no_rope_freq": "--no-rope-freq",
+    "softmax_type": "--softmax-type",
+    "quick_geglu": "--quick-geglu",
+    "glu_linear_offset": "--glu-linear-offset",
+    "activation_func_clamp_value": "--activation-func-clamp-value",
     "bf16": "--bf16",
     "fp16": "--fp16",
 }
@@ -55,32 +80,44 @@ FLAGS = {
 TEXTS = frozenset(
     {
         *("normalization", "position_embedding_type", "rope_parameters", "tokenizer_type"),
-        *("tokenizer_model", "anchor_token", "transformer_impl"),
+        *("tokenizer_model", "anchor_token", "transformer_impl", "moe_layer_freq"),
+        *("moe_router_score_function", "window_size", "window_attn_skip_freq", "no_rope_freq"),
+        *("softmax_type", "moe_router_load_balancing_type"),
     }
 )
 """Of these the values that are no numbers."""
+
+SWITCHES = frozenset(
+    {
+        *("group_query_attention", "qk_layernorm", "swiglu", "disable_bias_linear", "add_qkv_bias"),
+        *("untie_embeddings_and_output_weights", "moe_router_pre_softmax"),
+        *("moe_router_enable_expert_bias", "multi_latent_attention", "quick_geglu", "bf16", "fp16"),
+    }
+)
+"""Of these the flags without a value."""
+
+_NUMBERS = (
+    *("layers", "hidden", "ffn", "heads", "groups", "head", "vocabulary", "epsilon"),
+    *("rotary_base", "positions"),
+)
+"""Fields of `Model` that are numbers, always."""
 
 _PLAIN_JSON = re.compile(r'"(?:[^"\\]|\\.)*"')
 """One string of a JSON text."""
 
 
-def argument_values(
-    model: Model,
-    *,
-    dtype: torch.dtype,
-    tokenizer: str | None,
-    anchor: int | None,
-    target: str | None = None,
-) -> dict[str, Any]:
-    """Describe a model by Megatron's arguments.
+def shape_values(model: Model) -> dict[str, Any]:
+    """Describe a model's shape, and what it computes, by Megatron's arguments.
 
-    Args:
-        model: its shape.
-        dtype: of its weights.
-        tokenizer: folder with the tokenizer's files; None: there is no tokenizer.
-        anchor: token id of the anchor, if it is known.
-        target: layer spec that loads the weights; None: any.
+    Raises:
+        UserError: for something else where a number is needed.
     """
+    for name in _NUMBERS:
+        value = getattr(model, name)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UserError(
+                f"the model's config.json holds {value!r} where a number is expected ({name})"
+            )
     return {
         "num_layers": model.layers,
         "hidden_size": model.hidden,
@@ -106,45 +143,74 @@ def argument_values(
         "hidden_dropout": 0.0,
         "vocab_size": model.vocabulary,
         "padded_vocab_size": model.padded_rows,
-        "tokenizer_type": "HuggingFaceTokenizer" if tokenizer else "NullTokenizer",
-        "tokenizer_model": tokenizer,
-        "anchor_token": None if anchor is None else str(anchor),
-        "transformer_impl": target,
         "num_experts": model.experts or None,
         "moe_ffn_hidden_size": model.ffn if model.experts else None,
         "moe_router_topk": model.experts_per_token if model.experts else None,
         "moe_router_pre_softmax": bool(model.experts) and not model.normalized_router,
         "moe_aux_loss_coeff": model.router_loss_coefficient if model.experts else None,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
     }
 
 
-def flag_lines(values: Mapping[str, Any]) -> list[str]:
-    """Write values as command-line flags, one a line, that pass an unquoted ``$(cat file)``.
+def argument_values(
+    model: Model,
+    *,
+    dtype: torch.dtype,
+    tokenizer: str | None,
+    anchor: int | None,
+    target: str | None = None,
+) -> dict[str, Any]:
+    """Describe a checkpoint by Megatron's arguments.
+
+    Args:
+        model: its shape.
+        dtype: of its weights.
+        tokenizer: folder with the tokenizer's files; None: there is no tokenizer.
+        anchor: token id of the anchor, if it is known.
+        target: layer spec that loads the weights; None: any.
+    """
+    return shape_values(model) | {
+        "tokenizer_type": "HuggingFaceTokenizer" if tokenizer else "NullTokenizer",
+        "tokenizer_model": tokenizer,
+        "anchor_token": None if anchor is None else str(anchor),
+        "transformer_impl": target,
+        "bf16": str(dtype) == "torch.bfloat16",
+        "fp16": str(dtype) == "torch.float16",
+    }
+
+
+def flag_lines(values: Mapping[str, Any], *, for_shell: bool = False) -> list[str]:
+    """Write values as command-line flags, one per line.
+
+    Args:
+        values: by Megatron's names; None, and switches that are off, are left out.
+        for_shell: quote for a shell script; otherwise the lines pass an unquoted ``$(cat file)``.
 
     Raises:
         UserError: for a value that the shell or the parser would take for more than one.
     """
     lines = []
     for name, flag in FLAGS.items():
-        value = values[name]
-        if value is None or value is False:
+        value = values.get(name)
+        if value is None or (value is False and name in SWITCHES):
             continue
-        lines.append(flag if value is True else f"{flag} {_word(name, value)}")
+        switched_on = value is True and name in SWITCHES
+        lines.append(flag if switched_on else f"{flag} {_word(name, value, for_shell)}")
     return lines
 
 
-def _word(name: str, value: Any) -> str:
-    text = _PLAIN_JSON.sub(_escape, value) if name == "rope_parameters" else str(value)
-    number = isinstance(value, int | float)
-    if number != (name not in TEXTS) or not passes_unquoted(text) or not is_value(text):
+def _word(name: str, value: Any, for_shell: bool) -> str:
+    text = str(value)
+    if name == "rope_parameters" and not for_shell:
+        text = _PLAIN_JSON.sub(_escape, value)
+    number = type(value) in (int, float) and math.isfinite(value)
+    whole = for_shell or passes_unquoted(text)
+    if number != (name not in TEXTS) or not whole or not is_value(text):
         expected = "one plain word" if name in TEXTS else "a number"
         raise UserError(
             f"{FLAGS[name]} {text!r}: expected {expected}; the shell, or Megatron's parser, would "
             "read more than one value from it"
         )
-    return text
+    return quoted(text) if for_shell else text
 
 
 def _escape(text: re.Match[str]) -> str:

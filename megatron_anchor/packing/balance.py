@@ -24,11 +24,6 @@ import torch
 from megatron_anchor.errors import UserError
 from megatron_anchor.packing.length_schedule import ScheduledDataset, cut_lengths
 
-LINEAR_WORK = 12
-"""Linear work of a slot in units of l^2, a hidden size: a layer's matrix products take about
-24 hidden^2 floating-point operations a token, causal attention 2 hidden l^2 a document."""
-
-
 _MOST_SWAPS = 16
 """swaps for each rank; more bring nothing that one could measure"""
 

@@ -26,7 +26,7 @@ from megatron_anchor.planner.gpus import find_gpu
 from megatron_anchor.planner.launch import RECOMPUTE_FLAGS
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import slimpajama_like
-from megatron_anchor.planner.models import MODELS
+from megatron_anchor.planner.models import known_shape
 from megatron_anchor.planner.plan import Question, automatic, make_plan
 from megatron_anchor.training import validation
 from megatron_anchor.training.arguments import add_anchor_arguments, rope_scaling
@@ -109,7 +109,7 @@ def commands(name, cwd, *steps, **settings):
 def training(name, cwd, **settings):
     """torchrun's words and the program's, after a conversion of the real model's shape."""
     planned, length, base = RECIPES[name]
-    model = MODELS[planned][0]
+    model = known_shape(planned).model
     start = Path(cwd, "work", name, f"{settings.get('SEQ_LENGTH', length)}-start")
     start.mkdir(parents=True, exist_ok=True)
     values = argument_values(
@@ -163,7 +163,7 @@ def test_the_program_accepts_the_real_arguments_of_a_recipe(name, tmp_path, acce
     launcher, words = training(name, tmp_path)
     args = accepted(words)
     assert launcher[launcher.index("--nproc-per-node") + 1] == "8"
-    shape = MODELS[planned][0]
+    shape = known_shape(planned).model
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     assert (args.num_layers, args.hidden_size, groups) == (shape.layers, shape.hidden, shape.groups)
     assert args.seq_length == length <= args.max_position_embeddings
@@ -330,8 +330,8 @@ def test_the_planner_shows_that_the_layout_fits(name, gpu, tmp_path, accepted):
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
     )
-    layout = automatic(layout, MODELS[planned][0], find_gpu(gpu))
-    asked = Question(planned, MODELS[planned][0], slimpajama_like(), find_gpu(gpu), 8, length, 8)
+    layout = automatic(layout, known_shape(planned), find_gpu(gpu))
+    asked = Question(planned, known_shape(planned), slimpajama_like(), find_gpu(gpu), 8, length, 8)
     plan = make_plan(asked, only=layout)
     (choice,) = plan.choices
     memory = choice.memory.total / 2**30
