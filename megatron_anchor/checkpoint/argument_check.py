@@ -22,18 +22,23 @@ FACTOR_OF_STOCK = 8.0
 """Megatron's own program drops --rope-scaling-factor on the way to its model, which has this."""
 
 
-def unrepresentable(given: Mapping[str, Any]) -> dict[str, str]:
-    """Find the arguments under which a run trained something that no family can say.
+def unrepresentable(
+    given: Mapping[str, Any], *, said: Collection[str] = frozenset()
+) -> dict[str, str]:
+    """Find the arguments under which a run trained something that its family cannot say.
 
     Args:
         given: of the run, as its checkpoint records them.
+        said: names that this family can say and others cannot (`Family.says`).
 
     Returns:
         Name to a description with the value found and the value needed.
     """
     found = {}
     for name, value in sorted(given.items()):
-        if name in REQUIRED:
+        if name in said:
+            problem = None
+        elif name in REQUIRED:
             problem = _unmet(name, value, has_experts=bool(given.get("num_experts")))
         elif name in CARRIED or name in HARMLESS or value is None:
             problem = None
@@ -44,11 +49,17 @@ def unrepresentable(given: Mapping[str, Any]) -> dict[str, str]:
     return found | _rope_problems(given)
 
 
-def check_representable(given: Mapping[str, Any], *, ignored: Collection[str] = ()) -> list[str]:
+def check_representable(
+    given: Mapping[str, Any],
+    *,
+    ignored: Collection[str] = (),
+    said: Collection[str] = frozenset(),
+) -> list[str]:
     """Check that a run's arguments describe a model that a family can represent.
 
     Args:
         given: of the run.
+        said: see `unrepresentable`.
         ignored: names of arguments that the user leaves out knowingly.
 
     Returns:
@@ -58,7 +69,7 @@ def check_representable(given: Mapping[str, Any], *, ignored: Collection[str] = 
         UserError: naming every argument that cannot be said, with both values; or for an
             ignored name that is no problem.
     """
-    problems = unrepresentable(given)
+    problems = unrepresentable(given, said=said)
     for name in ignored:
         if name not in problems:
             raise UserError(

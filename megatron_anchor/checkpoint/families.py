@@ -237,6 +237,7 @@ MOE_LAYERS = (
 FINAL_NORM = "decoder.final_layernorm"
 HEAD_NORMS = (f"{M}.self_attention.q_layernorm", f"{M}.self_attention.k_layernorm")
 MLP_NORM = f"{M}.pre_mlp_layernorm"
+ALL_LAYERS, BY_LAYER = "all layers", "by layer"
 
 
 @dataclass(frozen=True)
@@ -254,8 +255,17 @@ class Family:
     bias_places: tuple[str, ...] = ()
     """Which biases it can have at all, as fields of `Model`."""
     qk_norm: bool = False
-    window_by_layer: bool = False
-    """``layer_types`` says which layers have the sliding window; elsewhere all have it, or none."""
+    windows: str | None = None
+    """Which layers have the sliding window: all of them, or those that ``layer_types`` names; None:
+    the family has none."""
+    skips_rope: bool = False
+    """``no_rope_layers`` says which layers rotate."""
+
+    @property
+    def says(self) -> frozenset[str]:
+        """Megatron's arguments that this family can say and others cannot."""
+        windows = {"window_size"} if self.windows else set()
+        return frozenset(windows | ({"no_rope_freq"} if self.skips_rope else set()))
 
     @property
     def has_experts(self) -> bool:
@@ -275,13 +285,13 @@ BIASED = ("qkv_bias", "output_bias", "mlp_bias")
 DENSE = OUTER + ATTENTION + DENSE_MLP
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(DENSE, "llama", biases=_llama_biases, bias_places=BIASED),
-    "MistralForCausalLM": Family(DENSE, "mistral"),
+    "MistralForCausalLM": Family(DENSE, "mistral", windows=ALL_LAYERS),
     "Qwen2ForCausalLM": Family(
         DENSE,
         "qwen2",
         biases=lambda config: {"qkv_bias": True},
         bias_places=BIASED[:1],
-        window_by_layer=True,
+        windows=BY_LAYER,
     ),
     "Qwen3ForCausalLM": Family(
         DENSE,
@@ -290,13 +300,22 @@ FAMILIES: dict[str, Family] = {
         biases=_qwen3_biases,
         bias_places=BIASED[:2],
         qk_norm=True,
-        window_by_layer=True,
+        windows=BY_LAYER,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        DENSE,
+        "smollm3",
+        biases=_llama_biases,
+        bias_places=BIASED,
+        windows=BY_LAYER,
+        skips_rope=True,
     ),
     "MixtralForCausalLM": Family(
         OUTER + ATTENTION + MIXTRAL_MLP,
         "mixtral",
         MOE_LAYERS,
         (FINAL_NORM, MLP_NORM),
+        windows=ALL_LAYERS,
     ),
     "Qwen3MoeForCausalLM": Family(
         OUTER + ATTENTION + QWEN3_MLP,
@@ -306,6 +325,7 @@ FAMILIES: dict[str, Family] = {
         biases=_qwen3_biases,
         bias_places=BIASED[:2],
         qk_norm=True,
+        windows=ALL_LAYERS,
     ),
 }
 
@@ -347,6 +367,19 @@ def homeless_biases(model: Model) -> list[str]:
     }
     places = family_of(model.family).bias_places
     return [name for name, is_trained in trained.items() if is_trained and name not in places]
+
+
+def unequal_windows(model: Model) -> str | None:
+    """Say what is wrong where the family has one window for all layers, and the model has not."""
+    if family_of(model.family).windows != ALL_LAYERS or len({0, *model.windows}) == 1:
+        return None
+    without = [number for number, size in enumerate(model.windows, 1) if not size]
+    if not without:
+        return None
+    return (
+        f"layers {', '.join(map(str, without))} have no sliding window, the others one of "
+        f"{max(model.windows)}: {model.family} has it in all layers or in none"
+    )
 
 
 def rules_for(model: Model) -> list[Rule]:

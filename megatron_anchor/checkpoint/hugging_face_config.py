@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_anchor.checkpoint.families import FAMILIES, Family, family_of, homeless_biases
+from megatron_anchor.checkpoint.families import (
+    BY_LAYER,
+    FAMILIES,
+    Family,
+    family_of,
+    homeless_biases,
+)
 from megatron_anchor.checkpoint.hugging_face_keys import (
     FULL,
     SLIDING,
@@ -58,12 +64,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) -> Model:
+def model_of(config: Mapping[str, Any]) -> Model:
     """Read the model's shape from a config, as transformers reads it.
 
     Args:
         config: content of config.json.
-        drop_sliding_window: accept a sliding window, and train with full attention.
 
     Raises:
         UserError: for an unknown architecture, a missing field, a key that nobody has looked
@@ -87,12 +92,12 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
         rotary_base=theta,
         scaling=scaling,
         positions=theirs.max_position_embeddings,
+        windows=_windows(theirs, family),
+        no_rope=_layers_without_rope(theirs, family),
         **_experts(config, theirs, family),
         **family.biases(theirs),
     )
     _refuse_unsupported(config, theirs, model)
-    if not drop_sliding_window:
-        refuse_sliding_window(config, positions=model.positions)
     return model
 
 
@@ -214,43 +219,51 @@ def scaling_of(form: Mapping[str, Any]) -> dict[str, Any]:
     return {} if kind == "default" else {"rope_type": kind, **rest}
 
 
-def refuse_sliding_window(config: Mapping[str, Any], *, positions: int) -> None:
-    """Refuse a model whose window is shorter than its sequences.
-
-    Args:
-        config: content of config.json, or what `complete` made of it.
-        positions: longest sequence, after an extension.
-
-    Raises:
-        UserError: with the way out.
-    """
-    window = sliding_window(config)
-    if window is not None and window < positions:
-        raise UserError(
-            f"config.json: sliding_window {window} of {positions} positions; training here has "
-            "full attention inside a document. To go on without the window (the exported config "
-            "then has none either) add --drop-sliding-window"
-        )
-
-
 def sliding_window(config: Mapping[str, Any]) -> int | None:
     """Give the window that is in force in any layer, None for full attention.
 
     Raises:
-        UserError: for kinds of layers without a window to slide, or of another attention.
+        UserError: see `model_of`.
     """
     theirs, family, _ = _understood(config)
-    window = getattr(theirs, "sliding_window", None)
-    if not family.window_by_layer:
-        return window
-    kinds = theirs.layer_types
+    return max(_windows(theirs, family), default=None)
+
+
+def _windows(theirs: Any, family: Family) -> tuple[int, ...]:
+    """Give the window of every layer, 0 where there is none; empty: none anywhere."""
+    window = getattr(theirs, "sliding_window", None) if family.windows else None
+    if not getattr(theirs, "use_sliding_window", True):
+        window = None
+    if window is not None and window < 1:
+        raise UserError(
+            f"config.json: sliding_window {window}: a query sees itself at least, so 1 or more; "
+            "null means no window"
+        )
+    kinds = theirs.layer_types if family.windows == BY_LAYER else [SLIDING] * bool(window)
     others = [kind for kind in kinds if kind not in (FULL, SLIDING)]
     if others or (SLIDING in kinds and window is None):
         raise UserError(
             f"config.json: layer_types {kinds} with sliding_window {window}: "
             f"expected {FULL}, and {SLIDING} only where there is a window"
         )
-    return window if SLIDING in kinds else None
+    if SLIDING not in kinds:
+        return ()
+    if family.windows != BY_LAYER:
+        return (window,) * theirs.num_hidden_layers
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def _layers_without_rope(theirs: Any, family: Family) -> tuple[bool, ...]:
+    """Say which layers do not rotate; transformers' list says which do."""
+    if not family.skips_rope:
+        return ()
+    rotates, layers = theirs.no_rope_layers, theirs.num_hidden_layers
+    if len(rotates) != layers or any(value not in (0, 1) for value in rotates):
+        raise UserError(
+            f"config.json: no_rope_layers {rotates}: expected 1 (rotates) or 0 for each of "
+            f"{layers} layers"
+        )
+    return tuple(not value for value in rotates) if not all(rotates) else ()
 
 
 def _refuse_unsupported(config: Mapping[str, Any], theirs: Any, model: Model) -> None:
@@ -337,11 +350,13 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
     }
     if model.family == "Qwen2ForCausalLM" and model.head * model.heads == model.hidden:
         del config["head_dim"]  # not a field of Qwen2Config
-    if model.family == "LlamaForCausalLM":
-        config |= {"attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias}
-    elif model.family.startswith("Qwen3"):
+    if "output_bias" in family.bias_places:
         config["attention_bias"] = model.qkv_bias
-    config |= _experts_entries(model) | _full_attention(model)
+    if "mlp_bias" in family.bias_places:
+        config["mlp_bias"] = model.mlp_bias
+    if like is None:
+        config["pad_token_id"] = None  # a class' default may be above the vocabulary
+    config |= _experts_entries(model) | _layer_entries(model)
     for name in AS_THERE if like is not None else ():
         if name == "head_dim" and scaling:
             continue  # transformers' scalings fail where a family's default for it is null
@@ -372,13 +387,22 @@ def _experts_entries(model: Model) -> dict[str, Any]:
     return entries
 
 
-def _full_attention(model: Model) -> dict[str, Any]:
-    """Say that there is no sliding window, in the words of the family."""
-    if model.family in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return {"sliding_window": None}  # the class' default is a window
-    if not model.family.startswith("Qwen"):
-        return {}
-    entries: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
-    if family_of(model.family).window_by_layer:
-        entries |= {"max_window_layers": model.layers, "layer_types": [FULL] * model.layers}
+def _layer_entries(model: Model) -> dict[str, Any]:
+    """Say in which ways layers differ, in the words of the family."""
+    family = family_of(model.family)
+    entries: dict[str, Any] = {}
+    if family.skips_rope:
+        skipped = model.no_rope or (False,) * model.layers
+        entries["no_rope_layers"] = [int(not skips) for skips in skipped]
+    if not family.windows:
+        return entries
+    window = max(model.windows, default=None)
+    entries["sliding_window"] = window  # classes have one by default
+    if model.family not in ("MistralForCausalLM", "MixtralForCausalLM"):
+        entries["use_sliding_window"] = window is not None
+    if family.windows == BY_LAYER:
+        sizes = model.windows or (0,) * model.layers
+        entries["layer_types"] = [SLIDING if size else FULL for size in sizes]
+    if model.family in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        entries["max_window_layers"] = model.layers
     return entries

@@ -34,6 +34,12 @@ READ_BY_FAMILY = {
     "qwen3": names(
         "attention_bias use_sliding_window sliding_window max_window_layers layer_types"
     ),
+    "smollm3": names(
+        """
+        attention_bias mlp_bias use_sliding_window sliding_window layer_types no_rope_layers
+        no_rope_layer_interval
+        """
+    ),
     "mixtral": names(
         """
         sliding_window num_local_experts num_experts num_experts_per_tok router_aux_loss_coef

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ FLAGS = {
     "rotary_base": "--rotary-base",
     "rope_parameters": "--rope-parameters",
     "max_position_embeddings": "--max-position-embeddings",
+    "no_rope_freq": "--no-rope-freq",
+    "window_size": "--window-size",
+    "window_attn_skip_freq": "--window-attn-skip-freq",
     "attention_dropout": "--attention-dropout",
     "hidden_dropout": "--hidden-dropout",
     "vocab_size": "--vocab-size",
@@ -55,7 +59,7 @@ FLAGS = {
 TEXTS = frozenset(
     {
         *("normalization", "position_embedding_type", "rope_parameters", "tokenizer_type"),
-        *("tokenizer_model", "anchor_token", "transformer_impl"),
+        *("tokenizer_model", "anchor_token", "transformer_impl", "window_size"),
     }
 )
 """Of these the values that are no numbers."""
@@ -102,6 +106,8 @@ def argument_values(
         if model.scaling
         else None,
         "max_position_embeddings": model.positions,
+        "no_rope_freq": layer_frequency(model.no_rope, nth=True),
+        **_window_values(model.windows_in_force),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "vocab_size": model.vocabulary,
@@ -120,6 +126,36 @@ def argument_values(
     }
 
 
+def _window_values(windows: tuple[int, ...]) -> dict[str, Any]:
+    """Megatron counts the keys on either side of the query's own, and has one size."""
+    assert len(set(windows) - {0}) <= 1, windows
+    frequency = None if all(windows) else layer_frequency(tuple(map(bool, windows)), nth=False)
+    return {
+        "window_size": (max(windows) - 1, 0) if windows else None,
+        "window_attn_skip_freq": frequency,
+    }
+
+
+def layer_frequency(layers: Sequence[bool], *, nth: bool) -> int | list[int] | None:
+    """Say which layers have something in the words of Megatron's flags.
+
+    Args:
+        layers: of all layers, whether they have it; empty: none.
+        nth: what a number N says of each N-th layer; of the others it says the opposite.
+
+    Returns:
+        The number if there is one, else a list of 1 and 0; None without layers.
+    """
+    if not layers:
+        return None
+    count = len(layers)
+    for n in range(1, count + 1):
+        period = [not nth] * (n - 1) + [nth]
+        if count % n == 0 and list(layers) == period * (count // n):
+            return n
+    return [int(has) for has in layers]
+
+
 def flag_lines(values: Mapping[str, Any]) -> list[str]:
     """Write values as command-line flags, one a line, that pass an unquoted ``$(cat file)``.
 
@@ -136,6 +172,11 @@ def flag_lines(values: Mapping[str, Any]) -> list[str]:
 
 
 def _word(name: str, value: Any) -> str:
+    """Write a value; lists in Megatron's form, a pattern that matches names like ``1*3+0*1``."""
+    if isinstance(value, list):
+        return "+".join(f"[{has}]*{len([*run])}" for has, run in groupby(value))
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value))
     text = _PLAIN_JSON.sub(_escape, value) if name == "rope_parameters" else str(value)
     number = isinstance(value, int | float)
     if number != (name not in TEXTS) or not passes_unquoted(text) or not is_value(text):
@@ -199,8 +240,11 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
     experts = given.get("num_experts") or 0
     qkv_bias = bias or bool(given.get("add_qkv_bias", False))
     base, scaling = _rope(given)
+    windows, no_rope = _windows(args), _layers_without_rope(args)
+    kinds = {"windows": bool(windows), "no_rope": bool(no_rope)}
     return Model(
-        family=family or _family(qk_norm=qk_norm, qkv_bias=qkv_bias, bias=bias, experts=experts),
+        family=family
+        or _family(qk_norm=qk_norm, qkv_bias=qkv_bias, bias=bias, experts=experts, **kinds),
         layers=args.num_layers,
         hidden=args.hidden_size,
         ffn=(given.get("moe_ffn_hidden_size") if experts else None)
@@ -224,7 +268,29 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
         experts_per_token=given.get("moe_router_topk", 2) if experts else 0,
         normalized_router=not (experts and given.get("moe_router_pre_softmax", False)),
         router_loss_coefficient=_loss_coefficient(given) if experts else 0.0,
+        windows=windows,
+        no_rope=no_rope,
     )
+
+
+def _windows(args: Namespace) -> tuple[int, ...]:
+    from megatron_anchor.attention.layer_window import layer_window
+
+    names = ("window_size", "window_attn_skip_freq")
+    settings = Namespace(**{name: getattr(args, name, None) for name in names})
+    windows = [layer_window(settings, number, keeps_anchor=False) for number in _numbers(args)]
+    return tuple(w.size if w else 0 for w in windows) if any(windows) else ()
+
+
+def _layers_without_rope(args: Namespace) -> tuple[bool, ...]:
+    frequency = getattr(args, "no_rope_freq", None) or 0
+    if isinstance(frequency, int):
+        frequency = [frequency and number % frequency == 0 for number in _numbers(args)]
+    return tuple(map(bool, frequency)) if any(frequency) else ()
+
+
+def _numbers(args: Namespace) -> range:
+    return range(1, args.num_layers + 1)
 
 
 def _loss_coefficient(given: Mapping[str, Any]) -> float:
@@ -233,12 +299,16 @@ def _loss_coefficient(given: Mapping[str, Any]) -> float:
     return float(value[0] if isinstance(value, list) else value)
 
 
-def _family(*, qk_norm: bool, qkv_bias: bool, bias: bool, experts: int) -> str:
+def _family(
+    *, qk_norm: bool, qkv_bias: bool, bias: bool, experts: int, windows: bool, no_rope: bool
+) -> str:
     if experts:
         return "Qwen3MoeForCausalLM" if qk_norm else "MixtralForCausalLM"
     if qk_norm:
         return "Qwen3ForCausalLM"
-    return "Qwen2ForCausalLM" if qkv_bias and not bias else "LlamaForCausalLM"
+    if qkv_bias and not bias:
+        return "Qwen2ForCausalLM"
+    return "SmolLM3ForCausalLM" if windows or no_rope else "LlamaForCausalLM"
 
 
 def _vocabulary(given: Mapping[str, Any], padded: int) -> int:

@@ -50,6 +50,11 @@ class Model:
     normalized_router: bool = True
     """The weights of the chosen experts add up to 1."""
     router_loss_coefficient: float = field(default=0.0, compare=False)
+    windows: tuple[int, ...] = ()
+    """Keys that a query of each layer sees, its own included, 0: all before it; empty: all in all
+    layers."""
+    no_rope: tuple[bool, ...] = ()
+    """Which layers do not rotate queries and keys; empty: none."""
     padded_vocabulary: int = 0
     """Rows of Megatron's embedding; 0: the next multiple of 128."""
 
@@ -75,6 +80,12 @@ class Model:
         """Rows of the embedding in Megatron."""
         multiple = PADDED_VOCABULARY_MULTIPLE
         return self.padded_vocabulary or -(-self.vocabulary // multiple) * multiple
+
+    @property
+    def windows_in_force(self) -> tuple[int, ...]:
+        """The windows, those left out that are no shorter than the longest sequence."""
+        shorter = tuple(size if size < self.positions else 0 for size in self.windows)
+        return shorter if any(shorter) else ()
 
     # Conditions that the family tables name.
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.checkpoint.argument_check import unrepresentable
-from megatron_anchor.checkpoint.families import rules_for
-from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
+from megatron_anchor.checkpoint.families import family_of, rules_for
+from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.megatron_args import argument_values
 from megatron_anchor.checkpoint.megatron_model import logits as megatron_logits
@@ -134,16 +134,25 @@ def setting_differences(
     args = checkpoint.args()
     model, *_ = describe(checkpoint, args, folder, flag="--hf")
     config = read_config(folder)
-    theirs, window = model_of(config, drop_sliding_window=True), sliding_window(config)
+    theirs = model_of(config)
     names = ("epsilon", *LIKE_MUST_AGREE, *(() if their_rope else ROPE_SETTINGS))
     found = [
         f"{name} {getattr(model, name)} (Hugging Face {getattr(theirs, name)})"
         for name in names
         if getattr(model, name) != getattr(theirs, name)
     ]
-    if window is not None and window < theirs.positions:
-        found.append(f"full attention (Hugging Face sliding_window {window})")
-    return found + list(unrepresentable(vars(args)).values())
+    pair = model.windows_in_force, theirs.windows_in_force
+    if pair[0] != pair[1]:
+        found.append("{} (Hugging Face {})".format(*map(_named_windows, pair)))
+    said = family_of(model.family).says
+    return found + list(unrepresentable(vars(args), said=said).values())
+
+
+def _named_windows(windows: tuple[int, ...]) -> str:
+    if not windows:
+        return "full attention"
+    where = "" if all(windows) else f" in layers {[n for n, size in enumerate(windows, 1) if size]}"
+    return f"sliding_window {max(windows)}{where}"
 
 
 def _largest_difference(first: np.ndarray, second: np.ndarray, dtype: torch.dtype) -> float:
@@ -174,7 +183,7 @@ def compare_logits(
     args = checkpoint.args()
     model, *_ = describe(checkpoint, args, folder, flag="--hf")
     if their_rope:
-        args = _with_rope_of(args, model_of(read_config(folder), drop_sliding_window=True))
+        args = _with_rope_of(args, model_of(read_config(folder)))
     theirs = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="eager")
     others = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="sdpa")
     floor, spread = float((theirs - others).abs().max()), float(theirs.std())
@@ -248,7 +257,7 @@ def text_tokens(text: str, folder: Path, *, limit: int) -> Tensor:
     from megatron_anchor.checkpoint.tokenizer_files import has_tokenizer
 
     if not has_tokenizer(folder):
-        model = model_of(read_config(folder), drop_sliding_window=True)
+        model = model_of(read_config(folder))
         generator = torch.Generator().manual_seed(0)
         return torch.randint(model.vocabulary, (min(limit, 256),), generator=generator)
     ids = load_tokenizer(folder)(text)["input_ids"][:limit]

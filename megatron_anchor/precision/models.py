@@ -73,7 +73,7 @@ def open_folder(folder: str | Path) -> ModelFolder:
     """
     config = read_config(folder)
     _refuse_without_rope(folder, config)
-    model = model_of(config, drop_sliding_window=True)
+    model = model_of(config)
     return ModelFolder(Path(folder), model, sliding_window(config))
 
 

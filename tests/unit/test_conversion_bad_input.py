@@ -286,16 +286,19 @@ def test_like_must_be_the_same_model(copy, tmp_path):
     )
 
 
-def test_a_window_that_an_extension_makes_too_short_is_refused(tmp_path):
+def test_a_window_that_an_extension_makes_shorter_than_the_model_is_kept_or_dropped(tmp_path):
     hugging_face_model("mistral").save_pretrained(tmp_path / "hf")
     change_config(tmp_path / "hf", sliding_window=256)
-    refused(
-        convert_to_megatron,
-        tmp_path / "hf",
-        "sliding_window 256 of 16384 positions",
-        tmp_path=tmp_path,
-        extend_to=16384,
-    )
+    for number, (kept, options) in enumerate(
+        [(True, {}), (False, {"drop_sliding_window": True}), (False, {"extend_to": None})]
+    ):
+        out = tmp_path / str(number)
+        given = {"extend_to": 16384, "progress": False} | options
+        done = convert_to_megatron(tmp_path / "hf", out, **given)
+        assert ("--window-size 255,0" in done.flags) == kept
+        convert_to_hugging_face(out, tmp_path / f"back{number}", progress=False)
+        config = json.loads((tmp_path / f"back{number}/config.json").read_text())
+        assert config["sliding_window"] == (256 if kept else None)
 
 
 def test_a_trained_bias_is_not_lost_to_a_model_without_it(tmp_path):

@@ -148,12 +148,52 @@ def test_the_window_is_the_one_that_transformers_masks_with(name, change, window
     if window is None:
         assert model_of(config) == model_of(stored(name))
         return
-    with pytest.raises(UserError, match="sliding_window 16 of 256 positions"):
-        model_of(config)
-    model = model_of(config, drop_sliding_window=True)
-    written = config_for(model, dtype="float32", like=config)
+    model = model_of(config)
+    for like in (config, None):
+        written = config_for(model, dtype="float32", like=like)
+        assert sliding_window(written) == window
+        assert model_of(written) == model
+        check_transformers_model(written, model)
+    without = dataclasses.replace(model, windows=())
+    written = config_for(without, dtype="float32", like=config)
     assert sliding_window(written) is None
-    check_transformers_model(written, model)
+    assert model_of(written) == without
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "windows"),
+    [
+        ("qwen3", {**WINDOW, "layer_types": [FULL, SLIDING] * 2}, (0, 16, 0, 16)),
+        ("qwen3", {**WINDOW, "layer_types": None, "max_window_layers": 3}, (0, 0, 0, 16)),
+        ("qwen3_moe", {**WINDOW, "layer_types": [FULL] * 4}, (16,) * 4),
+        ("mistral", {"sliding_window": 16}, (16,) * 4),
+        ("smollm3", WINDOW | {"layer_types": None}, (0, 0, 0, 16)),
+        ("smollm3", WINDOW | {"layer_types": [SLIDING] * 4}, (16,) * 4),
+    ],
+)
+def test_each_layer_has_the_window_that_transformers_gives_it(name, change, windows):
+    assert model_of(stored(name) | change).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("change", "no_rope"),
+    [
+        ({}, (False, False, False, True)),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 2}, (False, True) * 2),
+        ({"no_rope_layers": [0, 0, 1, 0]}, (True, True, False, True)),
+        ({"no_rope_layers": [1] * 4}, ()),
+    ],
+)
+def test_the_layers_without_rope_are_those_of_transformers(change, no_rope):
+    model = model_of(stored("smollm3") | change)
+    assert model.no_rope == no_rope
+    assert model_of(config_for(model, dtype="float32")) == model
+
+
+@pytest.mark.parametrize("value", [[1, 0], [1, 0, 1, 2], [1] * 5, ["x"] * 4])
+def test_a_list_of_layers_without_rope_that_says_nothing_clear_is_refused(value):
+    with pytest.raises(UserError, match=r"no_rope_layers"):
+        model_of(stored("smollm3") | {"no_rope_layers": value})
 
 
 @pytest.mark.parametrize("kinds", [[SLIDING] * 4, ["chunked_attention"] * 4])
