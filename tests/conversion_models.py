@@ -29,6 +29,7 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0}
+PLAIN = {"rope_type": "default", "rope_theta": 3e4}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 MODELS = {
@@ -73,6 +74,27 @@ MODELS = {
     ),
     "mixtral, window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 6}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+            **{"sliding_window": 6, "swiglu_limit": 0.5},
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
+    "gpt-oss, other layers, no attention biases": (
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 16},
+            **{
+                "swiglu_limit": 2.0,
+                "sliding_window": 9,
+                "attention_bias": False,
+                "rope_parameters": PLAIN,
+            },
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+        },
+    ),
     "qwen3 moe": (
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},

@@ -22,6 +22,7 @@ from megatron_anchor.checkpoint.hugging_face_keys import (
     SLIDING,
     check_keys,
     kept_keys,
+    read_keys,
 )
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.model_folder import check_links, read_json
@@ -46,6 +47,8 @@ AS_THERE = ("head_dim", "intermediate_size", "max_window_layers")
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
 WITH_ORIGINAL_LENGTH = ("yarn", "llama3")
 """Kinds that read ``original_max_position_embeddings``."""
+QUICK_GELU = 1.702
+"""Factor inside the sigmoid of Megatron's --quick-geglu."""
 SILU = ("silu", "swish")
 """transformers' names of the one activation that SwiGLU has."""
 
@@ -94,6 +97,8 @@ def model_of(config: Mapping[str, Any]) -> Model:
         positions=theirs.max_position_embeddings,
         windows=_windows(theirs, family),
         no_rope=_layers_without_rope(theirs, family),
+        sinks=family.sinks,
+        swiglu_limit=float(theirs.swiglu_limit) if family.clamps_swiglu else 0.0,
         **_experts(config, theirs, family),
         **family.biases(theirs),
     )
@@ -127,11 +132,11 @@ def _experts(config: Mapping[str, Any], theirs: Any, family: Family) -> dict[str
             f"config.json: {' and '.join(EXPERTS)} are two names of one number, got "
             f"{' and '.join(map(str, sorted(counts)))}; keep the right one"
         )
-    mixtral = family.model_type == "mixtral"  # always normalizes
+    by_one_name = hasattr(theirs, "num_local_experts")
     return {
-        "experts": theirs.num_local_experts if mixtral else theirs.num_experts,
+        "experts": theirs.num_local_experts if by_one_name else theirs.num_experts,
         "experts_per_token": theirs.num_experts_per_tok,
-        "normalized_router": mixtral or theirs.norm_topk_prob,
+        "normalized_router": getattr(theirs, "norm_topk_prob", True),
         "router_loss_coefficient": float(theirs.router_aux_loss_coef),
     }
 
@@ -173,6 +178,8 @@ def rope_of(config: Mapping[str, Any], theirs: Any) -> tuple[float, dict[str, An
         UserError: if both forms are there and differ.
     """
     new, old = (dict(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
+    if not new and not old:  # some classes scale by default
+        new = dict(getattr(theirs, "rope_parameters", None) or {})
     given = (config.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta"))
     bases = {float(value) for value in given if value is not None}
     forms = [scaling_of(form) for form in (new, old) if form]
@@ -267,10 +274,21 @@ def _layers_without_rope(theirs: Any, family: Family) -> tuple[bool, ...]:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], theirs: Any, model: Model) -> None:
-    if config.get("quantization_config"):
+    if quantised := config.get("quantization_config"):
+        mxfp4 = isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
         raise UserError(
-            "config.json: quantization_config: quantised weights cannot be trained; take the "
-            "model's original ones"
+            "config.json: quantization_config: quantised weights cannot be trained; "
+            + (
+                "load the model by AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, "
+                "quantization_config=Mxfp4Config(dequantize=True)) and save it by save_pretrained"
+                if mxfp4
+                else "take the model's original ones"
+            )
+        )
+    alpha = getattr(theirs, "swiglu_alpha", QUICK_GELU)
+    if alpha != QUICK_GELU:
+        raise UserError(
+            f"config.json: swiglu_alpha {alpha}: Megatron's activation has {QUICK_GELU} fixed"
         )
     if theirs.hidden_act not in SILU:
         raise UserError(f"config.json: hidden_act {theirs.hidden_act!r}, expected 'silu' (SwiGLU)")
@@ -352,10 +370,12 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
         del config["head_dim"]  # not a field of Qwen2Config
     if "output_bias" in family.bias_places:
         config["attention_bias"] = model.qkv_bias
-    if "mlp_bias" in family.bias_places:
+    if "mlp_bias" in read_keys(family.model_type):
         config["mlp_bias"] = model.mlp_bias
     if like is None:
         config["pad_token_id"] = None  # a class' default may be above the vocabulary
+    if family.clamps_swiglu:
+        config |= {"swiglu_limit": model.swiglu_limit, "swiglu_alpha": QUICK_GELU}
     config |= _experts_entries(model) | _layer_entries(model)
     for name in AS_THERE if like is not None else ():
         if name == "head_dim" and scaling:
@@ -398,11 +418,12 @@ def _layer_entries(model: Model) -> dict[str, Any]:
         return entries
     window = max(model.windows, default=None)
     entries["sliding_window"] = window  # classes have one by default
-    if model.family not in ("MistralForCausalLM", "MixtralForCausalLM"):
+    read = read_keys(family.model_type)
+    if "use_sliding_window" in read:
         entries["use_sliding_window"] = window is not None
     if family.windows == BY_LAYER:
         sizes = model.windows or (0,) * model.layers
         entries["layer_types"] = [SLIDING if size else FULL for size in sizes]
-    if model.family in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+    if "max_window_layers" in read:
         entries["max_window_layers"] = model.layers
     return entries

@@ -28,6 +28,10 @@ FLAGS = {
     "layernorm_epsilon": "--norm-epsilon",
     "qk_layernorm": "--qk-layernorm",
     "swiglu": "--swiglu",
+    "quick_geglu": "--quick-geglu",
+    "glu_linear_offset": "--glu-linear-offset",
+    "activation_func_clamp_value": "--activation-func-clamp-value",
+    "softmax_type": "--softmax-type",
     "disable_bias_linear": "--disable-bias-linear",
     "add_qkv_bias": "--add-qkv-bias",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
@@ -59,7 +63,7 @@ FLAGS = {
 TEXTS = frozenset(
     {
         *("normalization", "position_embedding_type", "rope_parameters", "tokenizer_type"),
-        *("tokenizer_model", "anchor_token", "transformer_impl", "window_size"),
+        *("tokenizer_model", "anchor_token", "transformer_impl", "window_size", "softmax_type"),
     }
 )
 """Of these the values that are no numbers."""
@@ -96,7 +100,9 @@ def argument_values(
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.epsilon,
         "qk_layernorm": model.qk_norm,
-        "swiglu": True,
+        "swiglu": not model.swiglu_limit,
+        **(_clamped_values(model) if model.swiglu_limit else {}),
+        **({"softmax_type": "learnable"} if model.sinks else {}),
         "disable_bias_linear": not model.linear_bias,
         "add_qkv_bias": model.qkv_bias and not model.linear_bias,
         "untie_embeddings_and_output_weights": model.untied,
@@ -123,6 +129,14 @@ def argument_values(
         "moe_aux_loss_coeff": model.router_loss_coefficient if model.experts else None,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
+    }
+
+
+def _clamped_values(model: Model) -> dict[str, Any]:
+    return {
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": model.swiglu_limit,
     }
 
 
@@ -164,7 +178,7 @@ def flag_lines(values: Mapping[str, Any]) -> list[str]:
     """
     lines = []
     for name, flag in FLAGS.items():
-        value = values[name]
+        value = values.get(name)
         if value is None or value is False:
             continue
         lines.append(flag if value is True else f"{flag} {_word(name, value)}")
@@ -241,7 +255,8 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
     qkv_bias = bias or bool(given.get("add_qkv_bias", False))
     base, scaling = _rope(given)
     windows, no_rope = _windows(args), _layers_without_rope(args)
-    kinds = {"windows": bool(windows), "no_rope": bool(no_rope)}
+    sinks = given.get("softmax_type") == "learnable"
+    kinds = {"windows": bool(windows), "no_rope": bool(no_rope), "sinks": sinks}
     return Model(
         family=family
         or _family(qk_norm=qk_norm, qkv_bias=qkv_bias, bias=bias, experts=experts, **kinds),
@@ -270,6 +285,8 @@ def model_from_args(args: Namespace, *, family: str | None, padded_vocabulary: i
         router_loss_coefficient=_loss_coefficient(given) if experts else 0.0,
         windows=windows,
         no_rope=no_rope,
+        sinks=sinks,
+        swiglu_limit=float(given.get("activation_func_clamp_value") or 0.0),
     )
 
 
@@ -300,8 +317,17 @@ def _loss_coefficient(given: Mapping[str, Any]) -> float:
 
 
 def _family(
-    *, qk_norm: bool, qkv_bias: bool, bias: bool, experts: int, windows: bool, no_rope: bool
+    *,
+    qk_norm: bool,
+    qkv_bias: bool,
+    bias: bool,
+    experts: int,
+    windows: bool,
+    no_rope: bool,
+    sinks: bool,
 ) -> str:
+    if experts and sinks:
+        return "GptOssForCausalLM"
     if experts:
         return "Qwen3MoeForCausalLM" if qk_norm else "MixtralForCausalLM"
     if qk_norm:

@@ -50,6 +50,10 @@ class Model:
     normalized_router: bool = True
     """The weights of the chosen experts add up to 1."""
     router_loss_coefficient: float = field(default=0.0, compare=False)
+    swiglu_limit: float = 0.0
+    """Where gpt-oss' SwiGLU clamps its inputs; 0: SwiGLU as everywhere else."""
+    sinks: bool = False
+    """Every head's softmax has one more logit without a key."""
     windows: tuple[int, ...] = ()
     """Keys that a query of each layer sees, its own included, 0: all before it; empty: all in all
     layers."""
@@ -68,6 +72,7 @@ class Model:
             "key": self.groups * self.head,
             "qkv": (self.heads + 2 * self.groups) * self.head,
             "head": self.head,
+            "heads": self.heads,
             "groups": self.groups,
             "gate and up": 2 * self.ffn,
             "vocabulary": self.vocabulary,

@@ -34,6 +34,7 @@ from megatron_anchor.checkpoint.hugging_face_config import (
     model_of,
     read_config,
 )
+from megatron_anchor.checkpoint.fused_experts import fused_blocks, fused_plans
 from megatron_anchor.checkpoint.hugging_face_weights import SHARD_BYTES, TensorPlan, write_weights
 from megatron_anchor.checkpoint.megatron_args import model_from_args
 from megatron_anchor.checkpoint.model import Model
@@ -51,6 +52,7 @@ LAYER_KINDS = ("window_size", "no_rope_freq")
 LIKE_MUST_AGREE = (
     *("layers", "hidden", "ffn", "heads", "groups", "head", "tied", "qk_norm"),
     *("experts", "experts_per_token", "normalized_router", "no_rope"),
+    *("sinks", "swiglu_limit"),
 )
 
 
@@ -113,7 +115,7 @@ def convert_to_hugging_face(
             check_same_settings(first, model, other, describe(other, other.args(), like)[0])
         check_names(first, model)
         stored = Stored(checkpoints, model, dtype)
-        plans = stored.plans()
+        plans, parts_of = fused_plans(stored.plans(), model)
         total = sum(plan.bytes for plan in plans)
         weights_dtype = str(stored.dtype).removeprefix("torch.")
         new_config = config_for(model, dtype=weights_dtype, like=config)
@@ -130,7 +132,7 @@ def convert_to_hugging_face(
         ):
 
             def blocks(name: str) -> Iterator[np.ndarray]:
-                for block in stored.blocks(name):
+                for block in fused_blocks(name, parts_of, stored.blocks):
                     yield block
                     bar.update(block.size)
 
@@ -147,7 +149,7 @@ def left_out(args: Namespace, model: Model, ignored: Sequence[str]) -> list[str]
     Raises:
         UserError: see `check_representable`.
     """
-    said = family_of(model.family).says.difference(ignored)
+    said = {k: row for k, row in family_of(model.family).says.items() if k not in ignored}
     notes = check_representable(vars(args), ignored=ignored, said=said)
     if unequal := unequal_windows(model):
         raise UserError(f"{unequal}; --like a model of another family exports it")

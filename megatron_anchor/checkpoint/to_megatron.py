@@ -30,6 +30,7 @@ from megatron_anchor.checkpoint.hugging_face_config import (
     model_of,
     read_config,
 )
+from megatron_anchor.checkpoint.fused_experts import separate_experts
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.rows import BLOCK_BYTES, Blocks, CastRows, Files, Rows, row_bytes
@@ -96,7 +97,7 @@ def convert_to_megatron(
     _check_tokenizer(source, model)
     _check_path(out)
     with Files() as files:
-        weights: Mapping[str, Rows] = open_weights(source, files)
+        weights: Mapping[str, Rows] = separate_experts(open_weights(source, files), model)
         if dtype is not None:
             weights = {k: v if v.dtype == dtype else CastRows(v, dtype) for k, v in weights.items()}
         not_carried = check_tensors(weights, model)

@@ -43,6 +43,8 @@ DEFAULTED = {
     "decoder_sparse_step": int,
     "mlp_only_layers": list,
     "no_rope_layers": list,
+    "swiglu_limit": float,
+    "swiglu_alpha": float,
     "no_rope_layer_interval": int,
 }
 """Fields that a family's config class has defaults for, where it has the field at all."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_anchor.checkpoint.argument_check import unrepresentable
 from megatron_anchor.checkpoint.families import family_of, rules_for
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
+from megatron_anchor.checkpoint.fused_experts import separate_experts
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.megatron_args import argument_values
 from megatron_anchor.checkpoint.megatron_model import logits as megatron_logits
@@ -96,7 +97,7 @@ def compare_tensors(checkpoint: TorchDistCheckpoint, folder: Path, files: Files)
     """
     model, *_ = describe(checkpoint, checkpoint.args(), folder, flag="--hf")
     check_names(checkpoint, model)
-    weights = open_weights(folder, files)
+    weights = separate_experts(open_weights(folder, files), model)
     check_tensors(weights, model)
     stored, different = Stored([checkpoint], model), []
     cast: dict[str, int] = {}

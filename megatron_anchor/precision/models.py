@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.checkpoint.families import FAMILIES
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
+from megatron_anchor.checkpoint.fused_experts import separate_experts
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.pretrained import (
@@ -86,7 +87,8 @@ def check_weights(source: ModelFolder) -> None:
     """
     load_config(source.folder)
     with Files() as files:
-        check_tensors(open_weights(source.folder, files), source.model)
+        weights = open_weights(source.folder, files)
+        check_tensors(separate_experts(weights, source.model), source.model)
 
 
 def _refuse_without_rope(folder: str | Path, config: dict[str, Any]) -> None:

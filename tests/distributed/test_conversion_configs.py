@@ -45,6 +45,8 @@ OF_FAMILY = {
     "qwen2": ("sliding_window",),
     "qwen3": ("sliding_window",),
     "mixtral": ("sliding_window", "num_experts_per_tok", "num_local_experts"),
+    "smollm3": ("sliding_window",),
+    "gpt_oss": ("sliding_window", "num_experts_per_tok", "num_local_experts"),
     "qwen3_moe": (
         *("sliding_window", "num_experts_per_tok", "num_local_experts"),
         "moe_intermediate_size",

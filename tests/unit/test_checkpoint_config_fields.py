@@ -22,7 +22,7 @@ OURS = {
     "router_aux_loss_coef": "router_loss_coefficient",
     "head_dim": "head",
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "smollm3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "smollm3", "gpt_oss")
 
 
 def stored(name, version="5.24"):

@@ -64,7 +64,7 @@ def test_every_key_that_transformers_model_reads_has_a_row(model_type):
     keys = set(re.findall(r"\bconfig\.([a-z]\w*)", source))
     keys |= set(re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source))
     keys -= {"rope_parameters", "standardize_rope_params", "get_text_config"}
-    assert {"hidden_size", "rms_norm_eps", "hidden_act"} <= keys
+    assert {"hidden_size", "rms_norm_eps", "num_attention_heads"} <= keys
     assert not keys - read_keys(model_type) - kept_keys(model_type)
 
 
