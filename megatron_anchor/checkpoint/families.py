@@ -399,6 +399,19 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+NOT_CONVERTED = {
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
+        "training has all its parts (give its shape by flags), but the table of weights has no "
+        "layers with experts behind layers without",
+    ),
+    "Olmo2ForCausalLM": "it normalises what attention and MLP give, and queries and keys across "
+    "all heads; Megatron's layers normalise what goes in, and head by head",
+    "GraniteForCausalLM": "it multiplies what each layer adds by residual_multiplier, which "
+    "Megatron's layers do not have",
+}
+"""Architectures that people ask for, and why they are refused."""
+
 CAUSAL = "ForCausalLM"
 RECOMPUTED = {
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "follows from the RoPE settings",
@@ -418,6 +431,8 @@ def family_of(name: str) -> Family:
     # Most of any two names is the ending that all have.
     kinds = {known.removesuffix(CAUSAL).lower(): known for known in FAMILIES}
     kind = re.sub(f"{CAUSAL}$", "", name, flags=re.IGNORECASE).lower()
+    if name in NOT_CONVERTED:
+        raise UserError(f"{name} is not converted: {NOT_CONVERTED[name]} (docs/conversion.md)")
     near = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.7)
     hint = f"did you mean {kinds[near[0]]}? " if near else ""
     raise UserError(

@@ -253,7 +253,7 @@ def _windows(theirs: Any, family: Family) -> tuple[int, ...]:
             f"config.json: layer_types {kinds} with sliding_window {window}: "
             f"expected {FULL}, and {SLIDING} only where there is a window"
         )
-    if SLIDING not in kinds:
+    if SLIDING not in kinds or window is None:
         return ()
     if family.windows != BY_LAYER:
         return (window,) * theirs.num_hidden_layers
@@ -419,6 +419,8 @@ def _layer_entries(model: Model) -> dict[str, Any]:
     window = max(model.windows, default=None)
     entries["sliding_window"] = window  # classes have one by default
     read = read_keys(family.model_type)
+    if family.windows == BY_LAYER and "use_sliding_window" not in read:
+        entries["sliding_window"] = window or model.positions  # transformers makes its mask anyway
     if "use_sliding_window" in read:
         entries["use_sliding_window"] = window is not None
     if family.windows == BY_LAYER:

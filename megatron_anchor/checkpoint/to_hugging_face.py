@@ -28,13 +28,13 @@ from megatron_anchor.checkpoint.families import (
     stacked,
     unequal_windows,
 )
+from megatron_anchor.checkpoint.fused_experts import fused_blocks, fused_plans
 from megatron_anchor.checkpoint.hugging_face_config import (
     architecture,
     config_for,
     model_of,
     read_config,
 )
-from megatron_anchor.checkpoint.fused_experts import fused_blocks, fused_plans
 from megatron_anchor.checkpoint.hugging_face_weights import SHARD_BYTES, TensorPlan, write_weights
 from megatron_anchor.checkpoint.megatron_args import model_from_args
 from megatron_anchor.checkpoint.model import Model
@@ -51,8 +51,7 @@ LAYER_KINDS = ("window_size", "no_rope_freq")
 """Arguments that one family says and another leaves out, if the user wishes."""
 LIKE_MUST_AGREE = (
     *("layers", "hidden", "ffn", "heads", "groups", "head", "tied", "qk_norm"),
-    *("experts", "experts_per_token", "normalized_router", "no_rope"),
-    *("sinks", "swiglu_limit"),
+    *("experts", "experts_per_token", "normalized_router"),
 )
 
 

@@ -26,11 +26,11 @@ from megatron_anchor.checkpoint.families import (
     stack_of,
     stacked,
 )
+from megatron_anchor.checkpoint.fused_experts import separate_experts
 from megatron_anchor.checkpoint.hugging_face_config import (
     model_of,
     read_config,
 )
-from megatron_anchor.checkpoint.fused_experts import separate_experts
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.rows import BLOCK_BYTES, Blocks, CastRows, Files, Rows, row_bytes

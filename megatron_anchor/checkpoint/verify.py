@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_anchor.checkpoint.argument_check import unrepresentable
 from megatron_anchor.checkpoint.families import family_of, rules_for
-from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
 from megatron_anchor.checkpoint.fused_experts import separate_experts
+from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.megatron_args import argument_values
 from megatron_anchor.checkpoint.megatron_model import logits as megatron_logits
@@ -42,6 +42,7 @@ FLOOR_FACTOR = 10.0
 ABSOLUTE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """... or, where the floor is lower, by this share of the logits' standard deviation."""
 
+LAYER_SETTINGS = ("no_rope", "sinks", "swiglu_limit")
 ROPE_SETTINGS = ("rotary_base", "scaling", "positions")
 
 
@@ -136,7 +137,7 @@ def setting_differences(
     model, *_ = describe(checkpoint, args, folder, flag="--hf")
     config = read_config(folder)
     theirs = model_of(config)
-    names = ("epsilon", *LIKE_MUST_AGREE, *(() if their_rope else ROPE_SETTINGS))
+    names = ("epsilon", *LIKE_MUST_AGREE, *LAYER_SETTINGS, *(() if their_rope else ROPE_SETTINGS))
     found = [
         f"{name} {getattr(model, name)} (Hugging Face {getattr(theirs, name)})"
         for name in names

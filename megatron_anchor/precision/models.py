@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.checkpoint.families import FAMILIES
-from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
 from megatron_anchor.checkpoint.fused_experts import separate_experts
+from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.pretrained import (
@@ -75,6 +75,11 @@ def open_folder(folder: str | Path) -> ModelFolder:
     config = read_config(folder)
     _refuse_without_rope(folder, config)
     model = model_of(config)
+    if model.sinks:
+        raise UserError(
+            f"{folder}: {model.family} has a sink in every softmax, which this measurement does "
+            f"not have; give a model of {', '.join(n for n, f in FAMILIES.items() if not f.sinks)}"
+        )
     return ModelFolder(Path(folder), model, sliding_window(config))
 
 

@@ -540,3 +540,18 @@ def test_a_shard_size_that_is_none_is_refused(copy, tmp_path, size):
     flags = ["--megatron", str(copy / "megatron"), "--out", str(tmp_path / "out")]
     with pytest.raises(UserError, match="--max-shard-size"):
         main([*flags, "--max-shard-size", size])
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_tensor_of_all_experts_must_be_there_and_whole(gone, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    hugging_face_model("gpt-oss").save_pretrained(tmp_path / "hf")
+    path, name = tmp_path / "hf/model.safetensors", "model.layers.1.mlp.experts.gate_up_proj"
+    weights = load_file(path)
+    tensor = weights.pop(name)
+    if not gone:
+        weights[name] = tensor[:3].contiguous()
+    save_file(weights, path)
+    said = f"lack {name}" if gone else f"{name} has shape .*expected 4 experts in front"
+    refused(convert_to_megatron, tmp_path / "hf", said, tmp_path=tmp_path)

@@ -267,3 +267,28 @@ def test_experts_that_megatron_has_not_are_refused(name, change, said):
         model_of(stored(name) | change)
     allowed = {"num_experts_per_tok": 1, "norm_topk_prob": False}
     assert model_of(stored("qwen3_moe") | allowed).experts_per_token == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config\(dequantize=True\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "take the model's original ones"),
+        ({"swiglu_alpha": 1.5}, r"swiglu_alpha 1\.5: .* 1\.702 fixed"),
+        ({"swiglu_limit": 0}, "swiglu_limit is 0, expected a number > 0"),
+        ({"sliding_window": None}, "only where there is a window"),
+        ({"sliding_window": 0}, "sliding_window 0"),
+    ],
+)
+def test_what_gpt_oss_cannot_be_is_refused(change, said):
+    with pytest.raises(UserError, match=said):
+        model_of(stored("gpt_oss") | change)
+
+
+def test_gpt_oss_scales_its_rotation_by_default_as_its_class_does():
+    config = {k: v for k, v in stored("gpt_oss").items() if k != "rope_parameters"}
+    model = model_of(config)
+    assert model == model_of(stored("gpt_oss"))
+    assert model.scaling == model_of(stored("gpt_oss")).scaling
+    assert model.scaling["truncate"] is False
+    check_transformers_model(config, model)
