@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_anchor.checkpoint.families import (
+    ALL_LAYERS,
     BY_LAYER,
     FAMILIES,
     Family,
@@ -246,7 +247,9 @@ def _windows(theirs: Any, family: Family) -> tuple[int, ...]:
             f"config.json: sliding_window {window}: a query sees itself at least, so 1 or more; "
             "null means no window"
         )
-    kinds = theirs.layer_types if family.windows == BY_LAYER else [SLIDING] * bool(window)
+    kinds: list[str] = (
+        theirs.layer_types if family.windows == BY_LAYER else [SLIDING] * bool(window)
+    )
     others = [kind for kind in kinds if kind not in (FULL, SLIDING)]
     if others or (SLIDING in kinds and window is None):
         raise UserError(
@@ -257,7 +260,7 @@ def _windows(theirs: Any, family: Family) -> tuple[int, ...]:
         return ()
     if family.windows != BY_LAYER:
         return (window,) * theirs.num_hidden_layers
-    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+    return tuple(int(window) if kind == SLIDING else 0 for kind in kinds)
 
 
 def _layers_without_rope(theirs: Any, family: Family) -> tuple[bool, ...]:
@@ -295,6 +298,15 @@ def _refuse_unsupported(config: Mapping[str, Any], theirs: Any, model: Model) ->
     for place in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
         if (partial := place.get("partial_rotary_factor")) not in (None, 1):
             raise UserError(f"config.json: partial_rotary_factor {partial} is not supported")
+    if (
+        family_of(model.family).windows == ALL_LAYERS
+        and model.windows
+        and FULL in (kinds := config.get("layer_types") or [])
+    ):
+        raise UserError(
+            f"config.json: layer_types {kinds} with sliding_window {max(model.windows)}, which "
+            f"{model.family} has in all layers; remove one of the two"
+        )
     if homeless := homeless_biases(model):
         raise UserError(
             "config.json: attention_bias true is not supported: Megatron's linear layers have "

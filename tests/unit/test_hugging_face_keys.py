@@ -137,8 +137,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("qwen2", {**WINDOW, "layer_types": [SLIDING] * 4}, 16),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 16}, None),
         ("qwen3_moe", {**WINDOW, "max_window_layers": 4}, 16),
-        ("qwen3_moe", {**WINDOW, "layer_types": [FULL] * 4}, 16),
-        ("mistral", {"sliding_window": 16, "layer_types": [FULL] * 4}, 16),
+        ("mistral", {"sliding_window": 16}, 16),
         ("mixtral", {"sliding_window": 16}, 16),
     ],
 )
@@ -165,7 +164,7 @@ def test_the_window_is_the_one_that_transformers_masks_with(name, change, window
     [
         ("qwen3", {**WINDOW, "layer_types": [FULL, SLIDING] * 2}, (0, 16, 0, 16)),
         ("qwen3", {**WINDOW, "layer_types": None, "max_window_layers": 3}, (0, 0, 0, 16)),
-        ("qwen3_moe", {**WINDOW, "layer_types": [FULL] * 4}, (16,) * 4),
+        ("qwen3_moe", WINDOW, (16,) * 4),
         ("mistral", {"sliding_window": 16}, (16,) * 4),
         ("smollm3", WINDOW | {"layer_types": None}, (0, 0, 0, 16)),
         ("smollm3", WINDOW | {"layer_types": [SLIDING] * 4}, (16,) * 4),
@@ -194,6 +193,15 @@ def test_the_layers_without_rope_are_those_of_transformers(change, no_rope):
 def test_a_list_of_layers_without_rope_that_says_nothing_clear_is_refused(value):
     with pytest.raises(UserError, match=r"no_rope_layers"):
         model_of(stored("smollm3") | {"no_rope_layers": value})
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen3_moe"])
+def test_a_window_in_all_layers_beside_layers_without_is_refused(name):
+    config = stored(name) | WINDOW | {"layer_types": [FULL] * 4}
+    if name != "qwen3_moe":
+        del config["use_sliding_window"]
+    with pytest.raises(UserError, match=r"layer_types .* with sliding_window 16, which"):
+        model_of(config)
 
 
 @pytest.mark.parametrize("kinds", [[SLIDING] * 4, ["chunked_attention"] * 4])
