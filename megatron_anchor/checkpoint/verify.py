@@ -188,7 +188,7 @@ def compare_logits(
         args = _with_rope_of(args, model_of(read_config(folder)))
     theirs = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="eager")
     # transformers has one implementation alone for models with sinks.
-    other = "eager" if model.sinks else "sdpa"
+    other = "eager" if family_of(model.family).sinks else "sdpa"
     others = hugging_face_logits(folder, tokens_S, dtype=dtype, attention=other)
     floor, spread = float((theirs - others).abs().max()), float(theirs.std())
     tensors = checkpoint.tensors()
