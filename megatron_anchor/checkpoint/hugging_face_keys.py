@@ -34,9 +34,21 @@ READ_BY_FAMILY = {
     "qwen3": names(
         "attention_bias use_sliding_window sliding_window max_window_layers layer_types"
     ),
+    "smollm3": names(
+        """
+        attention_bias mlp_bias use_sliding_window sliding_window layer_types no_rope_layers
+        no_rope_layer_interval
+        """
+    ),
     "mixtral": names(
         """
         sliding_window num_local_experts num_experts num_experts_per_tok router_aux_loss_coef
+        """
+    ),
+    "gpt_oss": names(
+        """
+        attention_bias sliding_window layer_types num_local_experts num_experts num_experts_per_tok
+        router_aux_loss_coef swiglu_limit swiglu_alpha
         """
     ),
     "qwen3_moe": names(
@@ -63,6 +75,9 @@ WITHOUT_EFFECT = {
     """,
     "names tokens": """
         bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix
+    """,
+    "says again what another key says, to other programs than transformers": """
+        experts_per_token initial_context_length
     """,
     "of training": """
         initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -325,4 +326,5 @@ def _converted(config: Mapping[str, Any]) -> Any:
     """
     if architecture(config) not in FAMILIES or not find_spec("transformers"):
         return None
-    return model_of(config, drop_sliding_window=True)  # windows are read from the config itself
+    # The planner reads these from the config itself, for families that are not converted, too.
+    return replace(model_of(config), swiglu_limit=0.0, sinks=False, windows=(), no_rope=())
