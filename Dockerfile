@@ -1,7 +1,7 @@
 # This package in NVIDIA's PyTorch container: docs/containers.md.
 #
-#   docker build -t megatron-anchor .
-#   docker run --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 -it megatron-anchor
+#   docker build --tag anchor .
+#   docker run --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 -it anchor
 #
 # Any tag with Python 3.12 and numpy 2 will do.
 ARG BASE=nvcr.io/nvidia/pytorch:26.07-py3

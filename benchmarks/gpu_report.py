@@ -99,7 +99,6 @@ PARTS = (
         "Collectives, and context parallelism over both ranks against one.",
     ),
 )
-TOTAL = sum(part.seconds for part in PARTS)
 
 
 @dataclass
@@ -139,11 +138,12 @@ def main() -> int:
     where = gpu_lengths.machine() | _more_of_the_machine(options.device)
     output = options.output or _default_output(where["device"])
     outcomes: list[Outcome] = []
+    total = sum(part.seconds for part in PARTS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for number, part in enumerate(PARTS):
             later = sum(other.seconds for other in PARTS[number + 1 :])
-            spare = ends - time.monotonic() - later * options.minutes * 60 / TOTAL
+            spare = ends - time.monotonic() - later / total * options.minutes * 60
             outcomes.append(run(part, options, seconds=spare))
             write(output, outcomes, where, options)
     finally:
@@ -232,14 +232,17 @@ def run(part: Part, options: argparse.Namespace, *, seconds: float) -> Outcome:
         command += ["--device", options.device, "--minutes", minutes, "--output", str(path)]
         command += ["--quick"] if options.quick else []
         began = time.monotonic()
-        trouble = _run(command, seconds)
+        trouble = _run(command, seconds, device=options.device)
         rows = gpu_checks.read(path)
         return Outcome(part, rows, time.monotonic() - began, trouble)
 
 
-def _run(command: list[str], seconds: float) -> str:
+def _run(command: list[str], seconds: float, *, device: str) -> str:
     """Run a program and its children to their end, and say what went wrong, if anything did."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    if device == "cpu":  # a rehearsal: small tensors, and threads that wait for each other
+        environment["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(
         command,
         env=environment,

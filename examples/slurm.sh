@@ -13,7 +13,7 @@
 #
 #   sbatch examples/slurm.sh examples/llama_2_7b_64k.sh
 #   ATTENTION=full sbatch --nodes 2 examples/slurm.sh examples/llama_2_7b_64k.sh train export
-#   CONTAINER=$PWD/megatron-anchor.sqsh sbatch examples/slurm.sh examples/llama_2_7b_64k.sh
+#   CONTAINER=$PWD/anchor.sqsh sbatch examples/slurm.sh examples/llama_2_7b_64k.sh
 #
 # CONTAINER runs every step in this image, by Slurm's plugin pyxis (docs/containers.md): a squashfs file
 # or REGISTRY#IMAGE:TAG. It sees this folder, and what CONTAINER_MOUNTS adds (SRC:DST,SRC:DST).

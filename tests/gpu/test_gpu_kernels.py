@@ -14,11 +14,11 @@ from tests.kernel_oracle import (
 )
 
 
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize("documents", LENGTHS)
-@pytest.mark.parametrize("name", BACKENDS)
 def test_kernel_stays_at_the_error_floor(name, documents, heads, head_dim, dtype):
     case = Case(
         documents=documents, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype
