@@ -19,7 +19,7 @@ HEAD_DIMS, QUICK_HEAD_DIMS = (128, 64, 256), (16,)
 
 
 def cases(*, quick: bool, device: str) -> list:
-    """All cases, those that most models have first; the 2000 documents, which take longest, last."""
+    """All cases, the common ones first; the 2000 documents, which take longest, last."""
     from tests.kernel_oracle import LENGTHS, Case
 
     dtypes = (torch.bfloat16, torch.float16) if device == "cuda" else (torch.float32,)

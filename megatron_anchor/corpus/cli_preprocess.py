@@ -45,7 +45,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
         help="files, patterns in quotes, or folders: .jsonl, .json, .jsonl.gz, .jsonl.zst, "
         ".parquet, .txt (one document a file), a folder of Dataset.save_to_disk, or hf://owner/name",
     )
-    add("--json-keys", nargs="+", metavar="KEY", help="keys to take, one corpus each (text)")
+    add("--json-keys", nargs="+", metavar="KEY", help="keys to take, one corpus each")
     add("--input-format", choices=FORMATS, help="for files whose names do not tell")
     add("--domain", nargs="+", default=(), metavar="NAME", help="one for all inputs, or one each")
     add("--domain-key", metavar="KEY", help="dotted path to a row's domain")

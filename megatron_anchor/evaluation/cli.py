@@ -13,6 +13,7 @@ from megatron_anchor.command_line import make_parser
 from megatron_anchor.compat import quiet_imports_without_gpu
 from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.models import DTYPES, Placement
+from megatron_anchor.evaluation.tasks import ALL, TASKS
 from megatron_anchor.terminal import say, say_block, say_json
 from megatron_anchor.whole_files import atomic_write_text
 
@@ -48,7 +49,13 @@ def parser() -> argparse.ArgumentParser:
         "those with one label, or with none, are averaged with their spread",
     )
     add("--output-dir", required=True, metavar="DIR", help="for results, and exports of Megatron's")
-    add("--tasks", nargs="+", default=["ruler"], help="`ruler` (all), `none`, or names of tasks")
+    add(
+        "--tasks",
+        nargs="+",
+        default=[ALL],
+        metavar="TASK",
+        help=f"`{ALL}` (all but qa, which needs --qa-file), `none`, or some of {', '.join(TASKS)}",
+    )
     add("--seq-lengths", nargs="+", type=int, default=[4096], metavar="N")
     add("--num-samples", type=int, default=100, help="of a task and length (default 100)")
     add("--seed", type=int, default=42)
