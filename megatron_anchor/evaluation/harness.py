@@ -30,6 +30,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "cwe": ("ruler_cwe",),
     "fwe": ("ruler_fwe",),
     "qa": ("ruler_qa_squad", "ruler_qa_hotpot"),
+    "qa_squad": ("ruler_qa_squad",),
+    "qa_hotpot": ("ruler_qa_hotpot",),
 }
 """Our names to the harness' where they differ."""
 
@@ -92,7 +94,7 @@ class HarnessJob:
 
 def harness_names(tasks: Sequence[str]) -> list[str]:
     """Give the harness' names of our tasks."""
-    return [name for task in tasks for name in NAMES.get(task, (task,))]
+    return list(dict.fromkeys(name for task in tasks for name in NAMES.get(task, (task,))))
 
 
 def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:

@@ -90,8 +90,8 @@ sys.path.insert(0, {benchmarks!r})
 import gpu_report
 part = gpu_report.Part
 gpu_report.PARTS = (
-    part("Fails", "missing_program.py", 120, "It has no program."),
-    part("Hangs", {hanging!r}, 60, "It does not end."),
+    part("Fails", "missing_program.py", 60, "It has no program."),
+    part("Hangs", {hanging!r}, 20, "It does not end."),
     part("Goes on", "gpu_ranks.py", 1800, "It runs."),
 )
 sys.argv = ["r", "--device", "cpu", "--quick", "--minutes", "30", "--output", {output!r}]
