@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from megatron_anchor.errors import UserError
+from megatron_anchor.packing.length_schedule import ScheduledDataset, cut_lengths
 
 LINEAR_WORK = 12
 """Linear work of a slot in units of l^2, a hidden size: a layer's matrix products take about
@@ -217,20 +218,27 @@ class BalancedDataset(torch.utils.data.Dataset):
         self._ordered = lru_cache(maxsize=8)(self._order)
 
 
-def sample_work(dataset: Any, idx: int, *, linear: float) -> float:
+def sample_work(dataset: Any, idx: int, *, linear: float, longest: int | None = None) -> float:
     """Work of a sample in units of l^2: of its segments, and `linear` per slot.
 
     Args:
         dataset: a `PackedDataset` or a blend of such.
         idx: number of the sample.
         linear: work of a slot apart from attention.
+        longest: slots of the longest segment, where they are bounded.
     """
+    if isinstance(dataset, ScheduledDataset):
+        bound = dataset.longest(idx)
+        return sample_work(dataset.dataset, idx, linear=linear, longest=bound)
     if hasattr(dataset, "dataset_sample_index"):
         inner = dataset.datasets[dataset.dataset_index[idx]]
-        return sample_work(inner, int(dataset.dataset_sample_index[idx]), linear=linear)
+        number = int(dataset.dataset_sample_index[idx])
+        return sample_work(inner, number, linear=linear, longest=longest)
     length = dataset.config.sequence_length
     slots = dataset.pieces(idx).slots
     segments = dataset.config.pattern.segment_lengths(slots, sequence_length=length)
+    if longest is not None:
+        segments = cut_lengths(segments, longest)
     pairs = dataset.config.attention_windows.pairs(segments)
     # Without windows this is the sum of l^2.
     return float(2 * pairs - segments.sum() + linear * length)

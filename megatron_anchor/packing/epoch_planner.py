@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_anchor.indexed.document_lists import read_document_list
 from megatron_anchor.packing.cache import StoredArrays
 from megatron_anchor.packing.config import PackedDatasetConfig
 from megatron_anchor.packing.documents import Documents
@@ -72,8 +73,6 @@ class EpochPlanner:
         if self._document_list is None:
             return self._indices
         # Here and not above: without a list nothing of the corpus tools is needed.
-        from megatron_anchor.corpus.upsampling import read_document_list
-
         listed = read_document_list(self._document_list, self._dataset_path)
         used = np.zeros(self._table.num_documents, dtype=np.bool_)
         used[self._indices] = True

@@ -31,6 +31,7 @@ from megatron_anchor.packing.domains import NO_TAGS, DomainTags
 from megatron_anchor.packing.index import Pieces
 from megatron_anchor.packing.patterns import AttentionPattern
 from megatron_anchor.packing.positions import positions
+from megatron_anchor.packing.target_weights import SliceWeights, uniform_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Slots(NamedTuple):
     labels: np.ndarray
     """int64, 0 where masked."""
     loss_mask: np.ndarray
-    """float32."""
+    """float32: how much the label counts, 1 where nothing says otherwise; 0 = it is no target."""
     position_ids: np.ndarray
     """int64, 0 in padding."""
     router_mask: np.ndarray
@@ -70,7 +71,12 @@ class Slots(NamedTuple):
 
 
 def lay_out(
-    text: np.ndarray, pieces: Pieces, layout: Layout, *, order: np.ndarray | None = None
+    text: np.ndarray,
+    pieces: Pieces,
+    layout: Layout,
+    *,
+    order: np.ndarray | None = None,
+    weights: SliceWeights | None = None,
 ) -> dict[str, np.ndarray]:
     """Build the arrays of one sample.
 
@@ -84,6 +90,7 @@ def lay_out(
         order: int64 [filled slots], the order in which `interleave` puts the slots (without any
             padding); None = as they are. Patterns that keep documents apart take only the
             positions from it, the others move the slots with their labels.
+        weights: of the targets; None = all count alike.
 
     Returns:
         The fields of `Slots`; cu_seqlens: int32 [L], segment borders, then S repeated;
@@ -94,7 +101,7 @@ def lay_out(
     _check(text, pieces, length)
     borders = np.concatenate(([0], np.cumsum(pieces.head + pieces.length)))
     filled = int(borders[-1])
-    slots = _write(text, pieces, layout, filled)
+    slots = _write(text, pieces, layout, filled, weights)
     if layout.pattern.masks_documents:
         segments = _keep_apart(slots, borders, pieces, layout, order)
     else:
@@ -119,7 +126,9 @@ def _check(text: np.ndarray, pieces: Pieces, sequence_length: int) -> None:
     assert len(ends) == 0 or (pieces.start.min() >= 0 and ends.max() <= len(text))
 
 
-def _write(text: np.ndarray, pieces: Pieces, layout: Layout, filled: int) -> Slots:
+def _write(
+    text: np.ndarray, pieces: Pieces, layout: Layout, filled: int, weights: SliceWeights | None
+) -> Slots:
     """All slots side by side, with padding at the end; without positions."""
     length, tags, first = layout.sequence_length, layout.tags, layout.first_token_loss
     slots = Slots(
@@ -136,6 +145,7 @@ def _write(text: np.ndarray, pieces: Pieces, layout: Layout, filled: int) -> Slo
         pieces.anchor_has_target & first,
         pieces.last_has_target & (first | (pieces.length > 0)),
         layout.anchor_token_id,
+        weights or uniform_weights(pieces),
         tags.tokens,
         tags.begins[pieces.tag],
         tags.lengths[pieces.tag],
@@ -205,6 +215,7 @@ def _write_tokens(
     head_has_target_P: np.ndarray,
     last_has_target_P: np.ndarray,
     anchor_token_id: int,
+    weights: SliceWeights,
     tag_tokens: np.ndarray,
     tag_begin_P: np.ndarray,
     tag_length_P: np.ndarray,
@@ -231,14 +242,22 @@ def _write_tokens(
             inputs[i] = source[i]
         for i in range(len(source)):
             targets[i] = source[i]
+        factor = weights.factor_P[piece]
         for i in range(len(source)):
-            counted[i] = 1.0
+            counted[i] = factor
+        if len(weights.tokens):
+            first = weights.start_P[piece]
+            own = weights.tokens[first : first + length]
+            for i in range(len(own)):
+                counted[i] *= own[i]
         if not head_has_target_P[piece]:
             labels_S[head] = 0
             loss_mask_S[head] = 0.0
         if last_has_target_P[piece]:
             labels_S[tail] = text[start + length]
-            loss_mask_S[tail] = 1.0
+            loss_mask_S[tail] = factor
+            if len(weights.tokens):
+                loss_mask_S[tail] *= weights.tokens[weights.start_P[piece] + length]
         else:
             labels_S[tail] = 0
             loss_mask_S[tail] = 0.0

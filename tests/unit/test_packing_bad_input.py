@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_anchor.indexed.headers import inspect_corpus
 from megatron_anchor.packing import documents as documents_module
-from megatron_anchor.packing.corpus_files import inspect_corpus
 from megatron_anchor.packing.documents import Documents
 from tests.unit.packing_oracle import (
     ANCHOR,

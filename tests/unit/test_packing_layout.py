@@ -247,7 +247,7 @@ def test_known_patterns_pass_and_a_strange_one_lists_them() -> None:
 
 
 def test_index_layout_and_statistics_need_neither_torch_nor_megatron() -> None:
-    names = "index layout epochs documents corpus_files cache statistics patterns vocabulary"
+    names = "index layout epochs documents cache statistics patterns vocabulary"
     imports = "; ".join(f"import megatron_anchor.packing.{name}" for name in names.split())
     check = "import sys; assert not {'torch', 'megatron'} & set(sys.modules), 'imported'"
     subprocess.run([sys.executable, "-c", f"{imports}; {check}"], check=True)
