@@ -18,7 +18,7 @@ from megatron_anchor.evaluation import scoring
 from megatron_anchor.evaluation.models import Placement
 from megatron_anchor.terminal import logger_of
 
-INSTALL = 'pip install "lm-eval[ruler]"'
+INSTALL = 'pip install "lm-eval[hf,ruler]"'
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 """Those that the harness' tasks have a metric for."""
 
@@ -114,6 +114,7 @@ def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
             f"--num-samples {num_samples}: the harness' ruler tasks have {PROMPTS} for each length"
         )
     try:
+        import accelerate  # noqa: F401
         import lm_eval  # noqa: F401
         import nltk  # noqa: F401
         import wonderwords  # noqa: F401
