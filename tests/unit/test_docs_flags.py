@@ -21,6 +21,7 @@ OF_OTHERS = {
         "--tag",
         "--dry-run",
     ),  # docker; a script in tools/
+    *("--model_args", "--num_fewshot", "--batch_size", "--output_path", "--metadata"),  # lm-eval
     *("--all-files", "--signoff", "--kill-on-bad-exit"),  # pre-commit, git, srun
     "--signal",  # sbatch
 }
