@@ -33,12 +33,18 @@ extras=$(IFS=, && echo "$*")
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+
+def stop(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 if sys.version_info < (3, 12):
-    sys.exit(f"error: Python {sys.version.split()[0]}; this package needs 3.12: take a newer container")
+    stop(f"Python {sys.version.split()[0]}; this package needs 3.12: take a newer container")
 try:
     version("torch")
 except PackageNotFoundError:
-    sys.exit(f"error: {sys.executable} has no torch to keep; use tools/make_venv.sh, or set PYTHON")
+    stop(f"{sys.executable} has no torch to keep; use tools/make_venv.sh, or set PYTHON")
 PYTHON_CODE
 
 work=$(mktemp -d)

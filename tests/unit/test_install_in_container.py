@@ -87,7 +87,7 @@ def test_a_package_that_was_replaced_fails_the_build_by_name(container, package)
 
 def test_a_python_without_torch_is_refused(container):
     done = container(HAS="no-such-package")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "has no torch to keep" in done.stderr
 
 
