@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -67,7 +68,7 @@ PARTS = (
     Part(
         "Rotation",
         "gpu_rotation.py",
-        45,
+        60,
         "The rotation that torch compiles for this GPU against the CPU's, up to position 131071.",
     ),
     Part(
@@ -133,9 +134,7 @@ def main() -> int:
     options = parse()
     began = time.monotonic()
     ends = began + 60 * options.minutes
-    import gpu_lengths
-
-    where = gpu_lengths.machine() | _more_of_the_machine(options.device)
+    where = _machine(options.device)
     output = options.output or _default_output(where["device"])
     outcomes: list[Outcome] = []
     total = sum(part.seconds for part in PARTS)
@@ -186,12 +185,33 @@ def _exists(name: str) -> bool:
         return False
 
 
-def _more_of_the_machine(device: str) -> dict[str, str]:
+def _machine(device: str) -> dict[str, str]:
+    """Ask in a process of its own: one that has touched the device holds memory of it."""
+    code = "import gpu_report, json, sys; print(json.dumps(gpu_report.machine(sys.argv[1])))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, device],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return {
+            "device": "unknown: see above why it does not tell",
+            "Python": sys.version.split()[0],
+        }
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def machine(device: str) -> dict[str, str]:
+    """Say what the figures were measured on; uses the device."""
+    import gpu_lengths
     import torch
 
     from megatron_anchor import __version__
 
-    found = {
+    found = gpu_lengths.machine() | {
         "megatron-anchor": _revision() or __version__,
         "Python": sys.version.split()[0],
         "CUDA of torch": str(torch.version.cuda),

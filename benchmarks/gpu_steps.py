@@ -41,7 +41,10 @@ def train(
     from megatron_anchor.attention.packed import pack_micro_batch
 
     model = gpu_train.build_model(shape, backend, dtype, device)
-    model.load_state_dict(torch.load(weights, weights_only=True), strict=False)
+    found = model.load_state_dict(torch.load(weights, weights_only=True), strict=False)
+    left_out = [name for name in found.missing_keys if not name.endswith("_extra_state")]
+    if left_out or found.unexpected_keys:
+        raise RuntimeError(f"weights do not fit: {left_out} {found.unexpected_keys}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = sum(DOCUMENTS)
     borders = torch.tensor([[0, *DOCUMENTS]]).cumsum(1).to(torch.int32)
@@ -52,8 +55,8 @@ def train(
         text = torch.randint(0, shape.vocabulary, (1, tokens + 1), generator=generator).to(device)
         text = text // 8  # fewer words than the vocabulary has, so that there is something to learn
         packed = pack_micro_batch(positions, borders, seq_length=tokens)
-        found = model(text[:, :-1], positions, None, labels=text[:, 1:], packed_seq_params=packed)
-        loss = found.float().mean()
+        each = model(text[:, :-1], positions, None, labels=text[:, 1:], packed_seq_params=packed)
+        loss = each.float().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -115,11 +118,11 @@ def compare(
     cpu: dict[str, list[float]], dtype: torch.dtype, losses: Callable[[], list[float]]
 ) -> tuple[float, str]:
     """The largest difference from the CPU's float32 losses over what is allowed."""
-    found = losses()
+    ours = losses()
     rounding = max(abs(a - b) for a, b in zip(cpu["float32"], cpu["bfloat16"], strict=True))
     allowed = 2 * rounding if dtype == torch.bfloat16 else rounding / 64
-    off = max(abs(a - b) for a, b in zip(found, cpu["float32"], strict=True))
-    shown = ", ".join(f"{loss:.5f}" for loss in found)
+    off = max(abs(a - b) for a, b in zip(ours, cpu["float32"], strict=True))
+    shown = ", ".join(f"{loss:.5f}" for loss in ours)
     return off / (allowed + PRINTED), f"{shown}; off by {off:.1e}, rounding {rounding:.1e}"
 
 
