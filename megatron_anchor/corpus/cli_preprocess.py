@@ -57,7 +57,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
         "--json-keys",
         nargs="+",
         metavar="KEY",
-        help="keys to take, one corpus each (text; with --chat, messages)",
+        help="keys to take, one corpus each (default: text; with --chat, messages)",
     )
     add("--input-format", choices=FORMATS, help="for files whose names do not tell")
     add("--domain", nargs="+", default=(), metavar="NAME", help="one for all inputs, or one each")

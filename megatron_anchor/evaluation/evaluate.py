@@ -21,7 +21,7 @@ from megatron_anchor.evaluation.generation import Generator
 from megatron_anchor.evaluation.haystack import digest_of
 from megatron_anchor.evaluation.material import Material
 from megatron_anchor.evaluation.models import Placement, check_positions, load_model
-from megatron_anchor.evaluation.published import QA_SCORE
+from megatron_anchor.evaluation.published import QA_SCORE, has_questions
 from megatron_anchor.evaluation.question_files import Question
 from megatron_anchor.evaluation.records import Key, Records, key_of
 from megatron_anchor.evaluation.tasks import TASKS, Sample, check_length, make_sample
@@ -55,6 +55,8 @@ class Evaluation:
     """Of the asked needle, as shares; taken in turn."""
     essays: str = ""
     questions: Sequence[Question] = ()
+    question_sets: Mapping[str, Sequence[Question]] = field(default_factory=dict)
+    """Of `answering.QUESTION_SETS`."""
     texts: Sequence[perplexity.Text] = ()
     """For the perplexity by position; none: not measured."""
     tokenizer: str | None = None
@@ -82,8 +84,11 @@ class Evaluation:
             "dtype": self.placement.dtype,
             "haystack": digest_of(self.essays),
             "questions": digest_of(repr(self.questions)) if self.questions else None,
+            **{name: digest_of(repr(found)) for name, found in self.question_sets.items()},
             "texts": [text.digest for text in self.texts],
-            "qa_score": QA_SCORE if self.engine == "lm-eval" and "qa" in self.tasks else None,
+            "qa_score": QA_SCORE
+            if self.engine == "lm-eval" and has_questions(self.task_names)
+            else None,
         }
 
 
@@ -122,7 +127,7 @@ class _Ready:
         )
         self.tokenizer_folder = Path(asked.tokenizer or self.folder)
         self.tokenizer = PromptTokenizer(self.tokenizer_folder, first_token=asked.first_token)
-        self.material = Material(self.tokenizer, asked.essays, asked.questions)
+        self.material = Material(self.tokenizer, asked.essays, asked.questions, asked.question_sets)
         self.settings = {
             **asked.settings(),
             "model": digest_of_model(self.folder),

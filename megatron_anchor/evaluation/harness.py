@@ -18,7 +18,7 @@ from megatron_anchor.evaluation import scoring
 from megatron_anchor.evaluation.models import Placement
 from megatron_anchor.terminal import logger_of
 
-INSTALL = 'pip install "lm-eval[ruler]"'
+INSTALL = 'pip install "lm-eval[hf,ruler]"'
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 """Those that the harness' tasks have a metric for."""
 
@@ -30,6 +30,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "cwe": ("ruler_cwe",),
     "fwe": ("ruler_fwe",),
     "qa": ("ruler_qa_squad", "ruler_qa_hotpot"),
+    "qa_squad": ("ruler_qa_squad",),
+    "qa_hotpot": ("ruler_qa_hotpot",),
 }
 """Our names to the harness' where they differ."""
 
@@ -92,7 +94,7 @@ class HarnessJob:
 
 def harness_names(tasks: Sequence[str]) -> list[str]:
     """Give the harness' names of our tasks."""
-    return [name for task in tasks for name in NAMES.get(task, (task,))]
+    return list(dict.fromkeys(name for task in tasks for name in NAMES.get(task, (task,))))
 
 
 def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
@@ -112,6 +114,7 @@ def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
             f"--num-samples {num_samples}: the harness' ruler tasks have {PROMPTS} for each length"
         )
     try:
+        import accelerate  # noqa: F401
         import lm_eval  # noqa: F401
         import nltk  # noqa: F401
         import wonderwords  # noqa: F401

@@ -448,6 +448,38 @@ def test_a_slurm_job_trains_on_all_nodes_and_does_the_rest_on_the_first(tmp_path
     assert "ATTENTION=anchr: expected one of" in done.stderr
 
 
+def test_every_step_of_a_slurm_job_runs_in_the_container_that_is_named(tmp_path):
+    """The stand-in for srun with pyxis says what it was asked for, and runs the rest."""
+    programs = {
+        "scontrol": "echo node3",
+        "srun": "options=(); while [[ $1 == --* ]]; do case $1 in --kill-* | --no-*) "
+        'options+=("$1"); shift;; *) options+=("$1 $2"); shift 2;; esac; done\n'
+        'printf "%s\\n" "${options[@]}" >>options; SLURM_NODEID=0 INSIDE=yes "$@"',
+        "recipe.sh": '[[ $INSIDE ]] || exit 9\n[[ $1 == --steps ]] && printf "plan\\ntrain\\n" || '
+        'echo "$1 ${DRY_RUN-}"',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "node3",
+        "SLURM_JOB_ID": "70123",
+        "CONTAINER": "/images/one.sqsh",
+        "CONTAINER_MOUNTS": "/data:/data",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    run = [ROOT / "examples/slurm.sh", tmp_path / "recipe.sh"]
+    said = subprocess.check_output(run, env=slurm, text=True, cwd=tmp_path)
+    assert [line.strip() for line in said.splitlines()] == ["plan", "train"]
+    options = (tmp_path / "options").read_text().splitlines()
+    calls = 4  # the steps' names, the dry run, plan, train
+    assert options.count("--container-image /images/one.sqsh") == calls
+    assert options.count(f"--container-mounts {tmp_path}:{tmp_path},/data:/data") == calls
+    assert options.count(f"--container-workdir {tmp_path}") == calls
+    assert options.count("--no-container-mount-home") == calls
+
+
 def test_a_slurm_job_begins_nothing_when_one_of_its_steps_is_unknown(tmp_path):
     script, recipe = ROOT / "examples/slurm.sh", ROOT / "examples/llama_2_7b_64k.sh"
     begun = tmp_path / "begun"
