@@ -1,8 +1,8 @@
 """A tokenizer that puts the anchor of training in front of every text, as inference needs it.
 
-Models trained behind an anchor expect it. Where the tokenizer does not add it (Qwen's adds nothing),
-tokenizer.json and the chat templates are rewritten. All is checked by encoding, in transformers and in
-``tokenizers`` alone; attributes such as ``add_bos_token`` say nothing certain.
+Models trained behind an anchor expect it. Where the tokenizer does not add it (Qwen's adds
+nothing), tokenizer.json and the chat templates are rewritten. All is checked by encoding, in
+transformers and in ``tokenizers`` alone; attributes such as ``add_bos_token`` say nothing certain.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def recorded_anchor(config: Mapping[str, Any]) -> int | None:
     return found
 
 
-def add_anchor(folder: Path, anchor: int) -> list[str]:
+def add_anchor(folder: Path, anchor: int, *, chats: bool = True) -> list[str]:
     """Rewrite a folder's tokenizer so that texts and chats begin with the anchor exactly once.
 
     Nothing is written where they do already.
@@ -71,6 +71,7 @@ def add_anchor(folder: Path, anchor: int) -> list[str]:
     Args:
         folder: with config.json and copied tokenizer files, which may be changed.
         anchor: token id.
+        chats: also rewrite chat templates.
 
     Returns:
         Notes on what was done.
@@ -81,7 +82,7 @@ def add_anchor(folder: Path, anchor: int) -> list[str]:
     if not has_tokenizer(folder):
         return [f"no tokenizer is exported: put token {anchor}, the anchor, in front of every text"]
     try:
-        return _add_anchor(folder, anchor)
+        return _add_anchor(folder, anchor, chats=chats)
     except UserError as error:
         raise UserError(
             f"the tokenizer cannot be made to begin with the anchor {anchor}: {error}; {OPT_OUT} "
@@ -89,7 +90,7 @@ def add_anchor(folder: Path, anchor: int) -> list[str]:
         ) from error
 
 
-def _add_anchor(folder: Path, anchor: int) -> list[str]:
+def _add_anchor(folder: Path, anchor: int, *, chats: bool) -> list[str]:
     if name := own_code(folder):
         raise UserError(f"{name} asks for Python code of the folder's own, which is never run here")
     path = folder / "tokenizer.json"
@@ -107,7 +108,7 @@ def _add_anchor(folder: Path, anchor: int) -> list[str]:
         notes.append(f"tokenizer.json puts the anchor {anchor} in front of every text")
     else:
         notes.append(f"the tokenizer begins texts with the anchor {anchor} by itself")
-    return notes + _anchor_chats(folder, anchor)
+    return notes + (_anchor_chats(folder, anchor) if chats else [])
 
 
 def _rewrite_post_processor(folder: Path, anchor: int) -> None:

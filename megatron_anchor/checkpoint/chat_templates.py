@@ -1,4 +1,4 @@
-"""The chat templates of a model folder, rewritten so that what they render begins with the anchor."""
+"""The chat templates of a model folder, rewritten to begin what they render with the anchor."""
 
 from __future__ import annotations
 

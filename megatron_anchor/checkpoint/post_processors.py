@@ -1,8 +1,8 @@
 """The post-processor of a tokenizer.json, rewritten to put the anchor in front of every text.
 
-Only what is fully understood is rewritten: none at all, ``ByteLevel``, ``TemplateProcessing``, and a
-``Sequence`` of these. The anchor takes the place of the tokens that a template puts in front of the
-text; tokens behind the text stay.
+Only what is fully understood is rewritten: none at all, ``ByteLevel``, ``TemplateProcessing``, and
+a ``Sequence`` of these. The anchor takes the place of the tokens that a template puts in front of
+the text; tokens behind the text stay.
 """
 
 from __future__ import annotations
