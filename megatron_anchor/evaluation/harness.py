@@ -145,8 +145,8 @@ def tokenizer_with(folder: Path, first: Sequence[int]) -> Iterator[Path]:
         return
     if len(first) > 1:
         raise UserError(
-            f"--engine lm-eval: the tokenizer of {folder} puts {list(first)} first, and the harness "
-            "can be given one token; name one with --first-token"
+            f"--engine lm-eval: the tokenizer of {folder} puts {list(first)} first, and the "
+            "harness can be given one token; name one with --first-token"
         )
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as made:
         copied = Path(made)
