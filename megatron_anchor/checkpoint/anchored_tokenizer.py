@@ -159,7 +159,7 @@ def _anchor_chats(folder: Path, anchor: int) -> list[str]:
     for template in found:
         try:
             made = chat_templates.with_anchor(
-                template.text, token=token, begins=begins, render=render
+                template.text, token=token, bos=library.bos_token, begins=begins, render=render
             )
         except UserError as error:
             raise UserError(f"the chat template in {template.place}: {error}") from error

@@ -51,13 +51,19 @@ def templates(folder: Path) -> Iterator[Template]:
 
 
 def with_anchor(
-    text: str, *, token: str, begins: Callable[[str], bool], render: Callable[..., str]
+    text: str,
+    *,
+    token: str,
+    bos: str | None,
+    begins: Callable[[str], bool],
+    render: Callable[..., str],
 ) -> str:
     """Return the template that begins with the anchor once; the same one if it does already.
 
     Args:
         text: the template.
         token: the anchor's text.
+        bos: the text of the tokenizer's bos, which the anchor takes the place of.
         begins: says whether a rendered text encodes to exactly one anchor at its head.
         render: renders a template, given its text and a conversation.
 
@@ -74,6 +80,11 @@ def with_anchor(
         raise UserError(
             "it begins with the anchor in some conversations only, or more than once; write "
             f"{literal} at its head and nowhere else"
+        )
+    if bos and any(shown.startswith(bos) for shown in bare):
+        raise UserError(
+            f"it writes {bos!r} first, which the model was not trained behind; write {literal} in "
+            "its place"
         )
     if not _all_begin(made, begins, render):
         raise UserError(

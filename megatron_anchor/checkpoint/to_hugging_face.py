@@ -120,6 +120,9 @@ def convert_to_hugging_face(
         check_transformers_model(new_config, model)
         anchor = trained_anchor(args, folder, config)
         if anchor is not None:
+            new_config.pop(
+                RECORD, None
+            )  # of the original model: another place, maybe another token
             new_config[RECORD] = {"anchor_token_id": anchor}
             notes.append(f"trained behind the anchor {anchor}, recorded in config.json ({RECORD})")
         with (

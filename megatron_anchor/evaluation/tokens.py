@@ -138,7 +138,8 @@ class PromptTokenizer:
         if recorded >= self._facts.vocab_size:
             raise UserError(
                 f"config.json records the anchor {recorded}, but the tokenizer of {self.folder} "
-                f"has {self._facts.vocab_size} tokens; give --first-token, or the model's own tokenizer"
+                f"has {self._facts.vocab_size} tokens; give --first-token, or the model's "
+                "own tokenizer"
             )
         self.note = (
             f"{self.folder}: the tokenizer begins texts with {own or 'nothing'}, and the model was "
