@@ -62,6 +62,8 @@ in_a_setting() { # in_a_setting FLAG: whether other steps read what it says from
         --attention-pattern) setting=ATTENTION ;;
         --domain-tags) setting=DOMAIN_TAGS ;;
         --interleave-chunks) setting=INTERLEAVE ;;
+        --loss-weighting) setting=LOSS_WEIGHTING ;;
+        --document-length-schedule) setting=GROW_FROM ;;
         --document-list) setting=UPSAMPLE ;;
         --data-path) setting=CORPUS ;;
         --rotary-base) setting=ROPE_BASE ;;
@@ -128,6 +130,9 @@ PERPLEXITY_TEXT=${PERPLEXITY_TEXT:-}
 ATTENTION=${ATTENTION:-anchor} MIXTURE=${MIXTURE:-}
 switch DOMAIN_TAGS INTERLEAVE UPSAMPLE
 ROPE_SCALING=${ROPE_SCALING:-none}
+LOSS_WEIGHTING=${LOSS_WEIGHTING:-uniform} GROW_FROM=${GROW_FROM:-}
+expect LOSS_WEIGHTING uniform document-mean document-sqrt effective-context
+[[ -z $GROW_FROM ]] || whole 2 GROW_FROM
 expect ATTENTION anchor intra-document intra-document-reset full anchor-masked
 expect ROPE_SCALING none ntk yarn
 expect RECOMPUTE none mlp full
@@ -141,10 +146,13 @@ ARM=$SEQ_LENGTH-$ATTENTION${DOMAIN_TAGS:+-tags}${INTERLEAVE:+-interleaved}${UPSA
 ARM+=${MIXTURE:+-${MIXTURE//[^[:alnum:].=_-]/-}} # its commas, too
 ARM+=-rope$ROPE_BASE
 [[ $ROPE_SCALING == none ]] || ARM+=-$ROPE_SCALING
+[[ $LOSS_WEIGHTING == uniform ]] || ARM+=-$LOSS_WEIGHTING
+ARM+=${GROW_FROM:+-from$GROW_FROM}
 
 PATTERN_ARGS=(--attention-pattern "$ATTENTION" --anchor-token "$ANCHOR_TOKEN")
 [[ -z $DOMAIN_TAGS ]] || PATTERN_ARGS+=(--domain-tags)
 [[ -z $INTERLEAVE ]] || PATTERN_ARGS+=(--interleave-chunks)
+[[ $LOSS_WEIGHTING == uniform ]] || PATTERN_ARGS+=(--loss-weighting "$LOSS_WEIGHTING")
 
 rope_args() { # by how much the context grows decides over NTK and YaRN
     local factor base=$ROPE_BASE head_dim=128 yarn
@@ -194,6 +202,11 @@ printf -v LAST '%s/iter_%07d' "$RUN" "$TRAIN_ITERS"
 EXPORT=${EXPORT:-$WORK/$ARM-hf-$TRAIN_ITERS}
 DATA=${CORPUS}_text_document # as tools/preprocess_data.py names it
 GPUS=$((GPUS_PER_NODE * NNODES))
+if [[ -n $GROW_FROM ]]; then # documents have their whole length in the second half
+    ((GROW_FROM < SEQ_LENGTH)) || fail "GROW_FROM=$GROW_FROM: expected less than SEQ_LENGTH=$SEQ_LENGTH"
+    PATTERN_ARGS+=(--document-length-schedule
+        "linear:$GROW_FROM:$SEQ_LENGTH:$(((TRAIN_ITERS * GLOBAL_BATCH_SIZE + 1) / 2))")
+fi
 TOKENS=$((TRAIN_ITERS * GLOBAL_BATCH_SIZE * SEQ_LENGTH))
 LIST=$WORK/$EXTEND_TO${MIXTURE:+-${MIXTURE//[^[:alnum:].=_-]/-}}-$TOKENS-long_documents.npy
 
@@ -223,6 +236,8 @@ arms:
   ATTENTION=$ATTENTION       anchor, intra-document, intra-document-reset, full or anchor-masked
   DOMAIN_TAGS=$DOMAIN_TAGS INTERLEAVE=$INTERLEAVE UPSAMPLE=$UPSAMPLE     1 switches on; MIXTURE=NAME=SHARE,...
   ROPE_BASE=$ROPE_BASE ROPE_SCALING=$ROPE_SCALING   none, ntk or yarn
+  LOSS_WEIGHTING=$LOSS_WEIGHTING   uniform, document-mean, document-sqrt or effective-context
+  GROW_FROM=$GROW_FROM   slots that documents are bounded to at first, growing until half of the training
 Texts of several words (TEXTS, EXTRA_ARGS, ...) are read with quotes as in a shell.
 DRY_RUN=1 prints the commands; TOY=1 runs them all on a CPU with a tiny model and short samples,
 which the settings above change, too.

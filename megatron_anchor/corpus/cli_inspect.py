@@ -9,15 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_anchor.command_line import make_parser
-from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
-from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.inspection import PERCENTILES, Report, inspect_corpus
-from megatron_anchor.corpus.manifest import KeyManifest, read_manifest
 from megatron_anchor.corpus.pictures import draw_lengths
-from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.manifest import KeyManifest, read_manifest
+from megatron_anchor.indexed.pair import IndexedCorpus
 from megatron_anchor.shell_words import quoted
 from megatron_anchor.terminal import escaped, say, say_block, say_json
+from megatron_anchor.tokenizers import Tokenizer, load_tokenizer
+from megatron_anchor.tokenizers.flags import add_tokenizer_arguments, tokenizer_config
 
 _EXAMPLE = """\
   python tools/inspect_corpus.py corpus/all_text_document --png lengths.png

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_anchor.command_line import make_parser
-from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
 from megatron_anchor.corpus.preprocess import NO_ENGINE, PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.sources import FORMATS
 from megatron_anchor.errors import UserError
 from megatron_anchor.terminal import say, say_json
+from megatron_anchor.tokenizers.flags import add_tokenizer_arguments, tokenizer_config
 
 _EXAMPLE = """\
   python tools/preprocess_data.py --input 'data/*.jsonl.gz' --json-keys text \\

@@ -11,11 +11,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_anchor.corpus.locks import locked
-from megatron_anchor.corpus.manifest import KeyManifest, domains_path, manifest_path
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.rejections import RowError
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.manifest import KeyManifest, domains_path, manifest_path
 from megatron_anchor.whole_files import atomic_write
 
 

@@ -11,7 +11,7 @@ from megatron_anchor.corpus.readers import Chunk
 from megatron_anchor.corpus.rejections import Rejection
 from megatron_anchor.corpus.rows import Document, RowOptions, parse_chunk
 from megatron_anchor.corpus.sentences import SplitterConfig, make_splitter
-from megatron_anchor.corpus.tokenizers import EngineRecipe
+from megatron_anchor.tokenizers import EngineRecipe
 
 
 @dataclass(frozen=True, kw_only=True)

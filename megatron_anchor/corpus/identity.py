@@ -12,10 +12,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_anchor.corpus.manifest import KeyManifest
 from megatron_anchor.corpus.sources import Source
-from megatron_anchor.corpus.tokenizers import TokenizerConfig
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.manifest import KeyManifest
+from megatron_anchor.tokenizers import TokenizerConfig
 
 if TYPE_CHECKING:
     from megatron_anchor.corpus.preprocess import PreprocessConfig

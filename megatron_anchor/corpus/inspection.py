@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.index_checks import index_problems, named
-from megatron_anchor.corpus.indexed import IndexedCorpus
-from megatron_anchor.corpus.manifest import KeyManifest, read_domains, read_manifest
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.checks import index_problems, named
+from megatron_anchor.indexed.manifest import KeyManifest, read_domains, read_manifest
+from megatron_anchor.indexed.pair import IndexedCorpus
 
 ALL = "all"
 PERCENTILES = (50, 90, 99, 100)

@@ -16,10 +16,11 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_anchor.corpus.identity import text_settings
-from megatron_anchor.corpus.index_checks import require_sound
-from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path, idx_path, write_index
 from megatron_anchor.corpus.locks import working_folder
-from megatron_anchor.corpus.manifest import (
+from megatron_anchor.corpus.shards import is_one_run, shard_order
+from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.checks import require_sound
+from megatron_anchor.indexed.manifest import (
     DomainCount,
     KeyManifest,
     domains_path,
@@ -28,8 +29,7 @@ from megatron_anchor.corpus.manifest import (
     read_manifest,
     write_domains,
 )
-from megatron_anchor.corpus.shards import is_one_run, shard_order
-from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.pair import IndexedCorpus, bin_path, idx_path, write_index
 from megatron_anchor.whole_files import move_finished
 
 _BLOCK = 1 << 20  # elements moved at once

@@ -21,10 +21,10 @@ import numpy as np
 
 from megatron_anchor.corpus.encoding import EncodedChunk, KeyOutput
 from megatron_anchor.corpus.identity import require_same
-from megatron_anchor.corpus.indexed import write_index
 from megatron_anchor.corpus.locks import Lock, empty
-from megatron_anchor.corpus.manifest import DomainCount, KeyManifest, write_domains
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.manifest import DomainCount, KeyManifest, write_domains
+from megatron_anchor.indexed.pair import write_index
 from megatron_anchor.whole_files import atomic_write_text, move_finished
 
 _MOST_DOMAINS = 10_000

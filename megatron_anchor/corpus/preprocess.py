@@ -18,8 +18,6 @@ from megatron_anchor.corpus.identity import (
     require_finished_same,
     run_identity,
 )
-from megatron_anchor.corpus.indexed import idx_path, token_dtype
-from megatron_anchor.corpus.manifest import KeyManifest, manifest_path
 from megatron_anchor.corpus.output import CorpusOutput, Progress
 from megatron_anchor.corpus.pool import make_pool
 from megatron_anchor.corpus.readers import Chunk, ReadOptions, read_span
@@ -36,14 +34,16 @@ from megatron_anchor.corpus.sources import (
     plan,
     resolve,
 )
-from megatron_anchor.corpus.tokenizers import (
+from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.manifest import KeyManifest, manifest_path
+from megatron_anchor.indexed.pair import idx_path, token_dtype
+from megatron_anchor.tokenizers import (
     EngineRecipe,
     Tokenizer,
     TokenizerConfig,
     choose_engine,
     load_tokenizer,
 )
-from megatron_anchor.errors import UserError
 
 NO_ENGINE = "none"
 _SAMPLE_TEXTS = 64

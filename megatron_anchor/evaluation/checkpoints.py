@@ -16,7 +16,7 @@ from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.torch_dist_reader import iteration_folder
 from megatron_anchor.compat import TRACKER
 from megatron_anchor.errors import UserError
-from megatron_anchor.packing.fingerprint import fingerprint
+from megatron_anchor.indexed.fingerprint import fingerprint
 from megatron_anchor.terminal import logger_of
 from megatron_anchor.whole_files import atomic_write_text
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_anchor.checkpoint import pretrained, tokenizer_files
 from megatron_anchor.checkpoint.model_folder import own_code
-from megatron_anchor.corpus.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 
 _PROBES = ("a", " a", "Hello,  world", "x = 1\n    y\n\n", "\n The  end. ")
 

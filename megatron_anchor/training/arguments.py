@@ -58,6 +58,11 @@ class AnchorArguments(PackingSettings):
     """Documents of the training epoch, with repetitions, as tools/upsample_long_documents.py writes
     them: LIST.npy for a single corpus, CORPUS_PREFIX=LIST.npy for each of several."""
 
+    document_length_schedule: str | None = None
+    """Bound the length of documents at first, and let it grow with the samples consumed:
+    linear:512:65536:100000 grows from 512 to 65536 slots over 100000 samples,
+    steps:0=4096,20000=65536 steps up. Samples stay the same; evaluation has no bound."""
+
     balance_attention_work: bool = False
     """Order the samples inside each global batch so that data-parallel ranks and micro-batches have
     nearly equal attention work. The batch's samples stay the same."""

@@ -21,8 +21,9 @@ from tests.corpus_fixtures import texts, tokenizer_json
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples/qwen_1.5_1.8b_128k.sh"
 ARMS = {"UPSAMPLE": "1", "DOMAIN_TAGS": "1", "ROPE_SCALING": "yarn", "RECOMPUTE": "mlp"}
+ARMS |= {"LOSS_WEIGHTING": "effective-context", "GROW_FROM": "128"}
 WORK = Path("work/qwen_1.5_1.8b_128k-toy")
-ARM = "131072-anchor-tags-upsampled-rope10000000-yarn"
+ARM = "131072-anchor-tags-upsampled-rope10000000-yarn-effective-context-from128"
 EOS = 1
 
 
@@ -93,6 +94,8 @@ def test_every_step_does_its_work(said, folder):
         "> attention pattern anchor, RoPE base 1e+07",
         "iteration        3/       3",
         "successfully saved checkpoint from iteration       3",
+        "document length limit: 5.120000E+02",
+        "lm loss unweighted",
         "top-1 agreement",
     ):
         assert proof in said, proof

@@ -37,6 +37,10 @@ ALLOWED = {
         "checkpoint/megatron_model.py",
         "checkpoint/transformers_model.py",
     ),
+    "megatron_anchor.corpus": ("corpus", "precision/texts.py"),
+    "megatron_anchor.planner": ("planner",),
+    "megatron_anchor.evaluation": ("evaluation",),
+    "megatron_anchor.packing": ("packing", "attention", "planner", "training"),
     **dict.fromkeys(KERNEL_LIBRARIES, ("attention/backends",)),
 }
 """Import to the parts of the package that may have it, at the top or inside a function."""

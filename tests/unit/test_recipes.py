@@ -59,6 +59,7 @@ ARMS = [
     {"ATTENTION": "anchor-masked"},
     {"DOMAIN_TAGS": "1"},
     {"INTERLEAVE": "1"},
+    {"LOSS_WEIGHTING": "effective-context", "GROW_FROM": "4096"},
     {"ATTENTION": "intra-document", "INTERLEAVE": "1"},
     {"UPSAMPLE": "1", "MIXTURE": "RedPajamaC4=0.2,RedPajamaCommonCrawl=0.8"},
     *(
@@ -197,6 +198,8 @@ def test_the_program_accepts_every_arm(arm, tmp_path, accepted):
     assert args.seq_length == int(arm.get("SEQ_LENGTH", 65536))
     assert args.domain_tags == ("DOMAIN_TAGS" in arm)
     assert args.interleave_chunks == ("INTERLEAVE" in arm)
+    assert args.loss_weighting == arm.get("LOSS_WEIGHTING", "uniform")
+    assert bool(args.document_length_schedule) == ("GROW_FROM" in arm)
     assert bool(args.document_list) == ("UPSAMPLE" in arm)
     if arm.get("ROPE_SCALING") != "ntk":
         assert args.rotary_base == int(arm.get("ROPE_BASE", 5_000_000))

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus import hub
-from megatron_anchor.corpus.tokenizers import (
+from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers import (
     bytes_and_numbers,
+    hub,
     huggingface,
     sentencepiece_model,
     tiktoken_ranks,
 )
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, read_json
-from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers.base import EngineRecipe, Tokenizer, read_json
 
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 TOKENIZER_TYPES = (

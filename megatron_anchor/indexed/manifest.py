@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_anchor.corpus.id_arrays import map_ids, require_below
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.id_arrays import map_ids, require_below
 
 FORMAT = "megatron_anchor corpus 1"
 

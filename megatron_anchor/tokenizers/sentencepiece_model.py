@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
 from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers.base import EngineRecipe, Tokenizer, affix_note, digest_of
 
-_FACTORY = "megatron_anchor.corpus.tokenizers.sentencepiece_model:SentencePieceEngine"
+_FACTORY = "megatron_anchor.tokenizers.sentencepiece_model:SentencePieceEngine"
 _NOT_FAST = "gigatoken normalises some texts otherwise than sentencepiece does"
 
 

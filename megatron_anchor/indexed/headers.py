@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from megatron_anchor.errors import UserError
-from megatron_anchor.packing.fingerprint import fingerprint
+from megatron_anchor.indexed.fingerprint import fingerprint
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+"""code in the header to type"""
 _REMEDY = "write the corpus again (was its preprocessing interrupted?) or name another one"
 
 
@@ -59,8 +60,8 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
     _check_both_exist(prefix, idx, binary)
     idx_stat, bin_stat = idx.stat(), binary.stat()
     with idx.open("rb") as stream:
-        dtype, num_sequences, num_entries = _read_header(idx, stream.read(_HEADER.size))
-        needed = _HEADER.size + 12 * num_sequences + 8 * num_entries
+        dtype, num_sequences, num_entries = read_header(idx, stream.read(HEADER.size))
+        needed = HEADER.size + 12 * num_sequences + 8 * num_entries
         if idx_stat.st_size < needed:
             raise UserError(
                 f"{idx} is truncated: it has {idx_stat.st_size} bytes, but its header speaks of "
@@ -72,8 +73,8 @@ def inspect_corpus(prefix: str) -> CorpusFiles:
                 f"the corpus {prefix} holds no token ({num_sequences} sequences in the .idx, "
                 f"{bin_stat.st_size} bytes in the .bin); {_REMEDY}"
             )
-        last_length = _read_integer(stream, _HEADER.size + 4 * (num_sequences - 1), "<i")
-        pointers = _HEADER.size + 4 * num_sequences
+        last_length = _read_integer(stream, HEADER.size + 4 * (num_sequences - 1), "<i")
+        pointers = HEADER.size + 4 * num_sequences
         last_pointer = _read_integer(stream, pointers + 8 * (num_sequences - 1), "<q")
         table = pointers + 8 * num_sequences
         first_entry = _read_integer(stream, table, "<q")
@@ -113,27 +114,35 @@ def _check_both_exist(prefix: str, idx: Path, binary: Path) -> None:
     raise FileNotFoundError(f"no corpus at {prefix}: {' and '.join(missing)} not found; {hint}")
 
 
-def _read_header(idx: Path, header: bytes) -> tuple[np.dtype, int, int]:
-    """(type of the tokens, number of sequences, entries of the document table) of an .idx."""
-    if header[: len(_MAGIC)] != _MAGIC[: len(header)]:
+def read_header(idx: Path, header: bytes) -> tuple[np.dtype, int, int]:
+    """(type of the tokens, number of sequences, entries of the document table) of an .idx.
+
+    Args:
+        idx: path, for messages.
+        header: its first `HEADER.size` bytes, fewer where the file is shorter.
+
+    Raises:
+        UserError: it is no index, of another version, or truncated.
+    """
+    if header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise UserError(
-            f"{idx} is no index of a Megatron corpus: it begins with {header[: len(_MAGIC)]!r}, "
-            f"expected {_MAGIC!r}; {_REMEDY}"
+            f"{idx} is no index of a Megatron corpus: it begins with {header[: len(MAGIC)]!r}, "
+            f"expected {MAGIC!r}; {_REMEDY}"
         )
-    if len(header) < _HEADER.size:
+    if len(header) < HEADER.size:
         raise UserError(
             f"{idx} is truncated: it has {len(header)} bytes, its header alone takes "
-            f"{_HEADER.size}; {_REMEDY}"
+            f"{HEADER.size}; {_REMEDY}"
         )
-    _, version, code, num_sequences, num_entries = _HEADER.unpack(header)
+    _, version, code, num_sequences, num_entries = HEADER.unpack(header)
     if version != 1:
         raise UserError(f"{idx} has version {version}, expected 1; {_REMEDY}")
-    if code not in _TOKEN_TYPES:
-        known = ", ".join(f"{code} = {dtype.__name__}" for code, dtype in _TOKEN_TYPES.items())
+    if code not in TOKEN_TYPES:
+        known = ", ".join(f"{code} = {dtype.__name__}" for code, dtype in TOKEN_TYPES.items())
         raise UserError(f"{idx} has tokens of type {code}, expected one of {known}; {_REMEDY}")
     if num_entries < 1:
         raise UserError(f"{idx} is damaged: its document table is empty; {_REMEDY}")
-    return np.dtype(_TOKEN_TYPES[code]), num_sequences, num_entries
+    return np.dtype(TOKEN_TYPES[code]), num_sequences, num_entries
 
 
 def _read_integer(stream, offset: int, form: str) -> int:

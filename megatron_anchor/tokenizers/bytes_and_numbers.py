@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer
 from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers.base import EngineRecipe, Tokenizer
 
-_MODULE = "megatron_anchor.corpus.tokenizers.bytes_and_numbers"
+_MODULE = "megatron_anchor.tokenizers.bytes_and_numbers"
 
 
 class BytesEngine:

@@ -9,19 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron_anchor.corpus import hub
-from megatron_anchor.corpus.tokenizers import gigatoken_engine, plain_text
-from megatron_anchor.corpus.tokenizers.base import (
+from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers import gigatoken_engine, hub, plain_text
+from megatron_anchor.tokenizers.base import (
     EngineRecipe,
     Tokenizer,
     affix_note,
     digest_of,
     read_json,
 )
-from megatron_anchor.corpus.tokenizers.plain_text import HIDING
-from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers.plain_text import HIDING
 
-_FACTORY = "megatron_anchor.corpus.tokenizers.huggingface:TokenizersEngine"
+_FACTORY = "megatron_anchor.tokenizers.huggingface:TokenizersEngine"
 _EOS_NAMES = (
     "</s>",
     "<|endoftext|>",

@@ -20,15 +20,15 @@ from typing import Any, cast
 import numpy as np
 import psutil
 
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe
-from megatron_anchor.corpus.tokenizers.byte_level import (
+from megatron_anchor.tokenizers.base import EngineRecipe
+from megatron_anchor.tokenizers.byte_level import (
     NativeEngine,
     TextProof,
     normalizes,
     unproven,
 )
 
-_FACTORY = "megatron_anchor.corpus.tokenizers.gigatoken_engine:GigatokenEngine"
+_FACTORY = "megatron_anchor.tokenizers.gigatoken_engine:GigatokenEngine"
 _MOST_GROWTH = 1 << 30  # bytes
 _UNPROVEN = "gigatoken's ids are not known to be the same for this kind of tokenizer"
 _NOT_INSTALLED = (

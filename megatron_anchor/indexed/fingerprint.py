@@ -31,3 +31,9 @@ def fingerprint(path: str | Path) -> dict[str, Any]:
             stream.seek(start)
             digest.update(stream.read(length))
     return {"size": size, "sha256": digest.hexdigest()[:32]}
+
+
+def sha256_of(path: str | Path) -> str:
+    """The digest of a whole file, in hexadecimal."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,17 +1,11 @@
 """Megatron's `.bin/.idx` pair: reading, and writing an index from streams.
 
-Format (megatron/core/datasets/indexed_dataset.py): `.bin` is all tokens one after another; `.idx`
-is a header, the sequence count, the length of `document_indices`, then `int32` lengths, `int64`
-byte offsets and `int64` document indices (the first is 0, the last the sequence count). A document
-is the range of sequences between two neighbours.
-
 Nothing here holds more than a few megabytes: arrays are mapped, and the index is written in blocks.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +14,9 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.headers import HEADER, MAGIC, TOKEN_TYPES, read_header
 
-MAGIC = b"MMIDIDX\x00\x00"
-_HEAD = struct.Struct("<QBQQ")  # version, dtype code, sequences, document indices
-_DTYPES: dict[int, np.dtype] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int8),
-    3: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    5: np.dtype(np.int64),
-    6: np.dtype(np.float64),
-    7: np.dtype(np.float32),
-    8: np.dtype(np.uint16),
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_CODES = {np.dtype(kind): code for code, kind in TOKEN_TYPES.items()}
 _BLOCK = 1 << 20  # elements moved at once
 
 
@@ -74,16 +57,8 @@ class IndexedCorpus:
                 raise UserError(f"{path} does not exist; give the prefix without .bin or .idx")
         path = idx_path(prefix)
         with open(path, "rb") as stream:
-            magic, head = stream.read(len(MAGIC)), stream.read(_HEAD.size)
-        if magic != MAGIC or len(head) != _HEAD.size:
-            raise UserError(f"{path} is not a Megatron index: it begins with {magic!r}")
-        version, code, sequences, indices = _HEAD.unpack(head)
-        if version != 1 or code not in _DTYPES:
-            raise UserError(
-                f"{path} has version {version} and dtype code {code}; "
-                f"known are version 1 and the codes {sorted(_DTYPES)}"
-            )
-        start = len(MAGIC) + _HEAD.size
+            dtype, sequences, indices = read_header(path, stream.read(HEADER.size))
+        start = HEADER.size
         expected = start + 12 * sequences + 8 * indices
         size = path.stat().st_size
         if size < expected:
@@ -98,7 +73,7 @@ class IndexedCorpus:
             lengths=raw[start:pointers_at].view(np.int32),
             pointers=raw[pointers_at:documents_at].view(np.int64),
             document_indices=raw[documents_at:expected].view(np.int64),
-            tokens=_map_tokens(bin_path(prefix), _DTYPES[code]),
+            tokens=_map_tokens(bin_path(prefix), dtype),
         )
 
     @property
@@ -158,7 +133,7 @@ def write_index(
     sequences = lengths_file.stat().st_size // 4
     documents = document_ends_file.stat().st_size // 8
     with open(path, "wb") as out:
-        out.write(MAGIC + _HEAD.pack(1, _CODES[dtype], sequences, documents + 1))
+        out.write(HEADER.pack(MAGIC, 1, _CODES[dtype], sequences, documents + 1))
         for block in _blocks(lengths_file, np.int32):
             out.write(block.data)
         _write_pointers(out, lengths_file, dtype.itemsize)

@@ -1,7 +1,7 @@
 """Tokenizers for corpora: Hugging Face, SentencePiece, tiktoken ranks, bytes, numbers."""
 
-from megatron_anchor.corpus.tokenizers.base import Engine, EngineRecipe, Tokenizer
-from megatron_anchor.corpus.tokenizers.choose import (
+from megatron_anchor.tokenizers.base import Engine, EngineRecipe, Tokenizer
+from megatron_anchor.tokenizers.choose import (
     TokenizerConfig,
     choose_engine,
     load_tokenizer,

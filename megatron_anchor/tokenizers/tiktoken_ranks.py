@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.tokenizers import gigatoken_engine
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe, Tokenizer, digest_of, read_json
 from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers import gigatoken_engine
+from megatron_anchor.tokenizers.base import EngineRecipe, Tokenizer, digest_of, read_json
 
-_FACTORY = "megatron_anchor.corpus.tokenizers.tiktoken_ranks:TiktokenEngine"
+_FACTORY = "megatron_anchor.tokenizers.tiktoken_ranks:TiktokenEngine"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_anchor.corpus.tokenizers.choose import ENGINES, TOKENIZER_TYPES, TokenizerConfig
-from megatron_anchor.corpus.tokenizers.tiktoken_ranks import PATTERNS
+from megatron_anchor.tokenizers.choose import ENGINES, TOKENIZER_TYPES, TokenizerConfig
+from megatron_anchor.tokenizers.tiktoken_ranks import PATTERNS
 
 
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:

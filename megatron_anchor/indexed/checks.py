@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from megatron_anchor.corpus.indexed import IndexedCorpus, bin_path
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.pair import IndexedCorpus, bin_path
 
 _BLOCK = 1 << 20  # entries looked at once
 _SHOWN = 5  # offenders named in a message
