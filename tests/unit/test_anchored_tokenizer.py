@@ -151,7 +151,10 @@ def test_an_export_keeps_the_anchor_and_comes_back(trained):
     assert_one_anchor(trained / "out", 257)
     again = {"like": trained / "out", "progress": False}
     convert_to_hugging_face(trained / "megatron", trained / "again", **again)
-    assert content(trained / "again") == content(trained / "out")
+    first, second = content(trained / "out"), content(trained / "again")
+    # the order of keys depends on the config that an export starts from
+    assert json.loads(first.pop("config.json")) == json.loads(second.pop("config.json"))
+    assert first == second
     convert_to_megatron(trained / "out", trained / "back", progress=False)
 
 
