@@ -164,7 +164,10 @@ def hugging_face_folder(
         logger_of(__name__).warning("%s has changed: exporting it anew", source)
         shutil.rmtree(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    done = convert_to_hugging_face(source, target, like=like, progress=progress)
+    # Prompts get the recorded anchor here, whatever the tokenizer does.
+    done = convert_to_hugging_face(
+        source, target, like=like, keep_tokenizer=True, progress=progress
+    )
     for told in done.notes:
         logger_of(__name__).info("%s: %s", source, told)
     with atomic_write_text(note) as stream:
