@@ -28,6 +28,7 @@ from megatron_anchor.training import (
     last_checkpoints,
     latent_rules,
     multi_token_rules,
+    number_rules,
     run_rules,
     saved_checkpoints,
 )
@@ -55,6 +56,8 @@ def refusals(args: Namespace) -> list[str]:
     Returns:
         Reasons, empty when all is well.
     """
+    if without_meaning := list(number_rules.refusals(args)):
+        return without_meaning
     return [reason for rule in RULES for reason in rule(args)]
 
 
