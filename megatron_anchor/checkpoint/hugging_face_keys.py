@@ -66,7 +66,8 @@ WITHOUT_EFFECT = {
         transformers_version name_or_path _name_or_path _commit_hash dtype torch_dtype auto_map
         attn_implementation _attn_implementation _attn_implementation_autoset
         experts_implementation _experts_implementation transformers.js_config tokenizer_class
-        is_llama_config _flash_attn_2_enabled unsloth_fixed unsloth_version max_sequence_length
+        is_llama_config megatron_anchor _flash_attn_2_enabled unsloth_fixed unsloth_version
+        max_sequence_length
     """,
     "says what a call returns": """
         return_dict output_hidden_states output_attentions output_router_logits use_cache

@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_anchor.checkpoint import tokenizer_files
+from megatron_anchor.checkpoint.anchored_tokenizer import RECORD, add_anchor, trained_anchor
 from megatron_anchor.checkpoint.argument_check import check_representable
 from megatron_anchor.checkpoint.families import (
     BIASED,
@@ -78,6 +79,7 @@ def convert_to_hugging_face(
     ignored_arguments: Sequence[str] = (),
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    keep_tokenizer: bool = False,
     progress: bool = True,
 ) -> Exported:
     """Export a checkpoint; nothing is left behind when it fails.
@@ -93,6 +95,7 @@ def convert_to_hugging_face(
         ignored_arguments: of the run, which no family can represent and the user leaves out.
         dtype: of the weights; None: as stored.
         shard_bytes: largest size of a weight file.
+        keep_tokenizer: copy the tokenizer unchanged even if it does not add the run's anchor.
         progress: show a bar.
 
     Raises:
@@ -119,6 +122,13 @@ def convert_to_hugging_face(
         weights_dtype = str(stored.dtype).removeprefix("torch.")
         new_config = config_for(model, dtype=weights_dtype, like=config)
         check_transformers_model(new_config, model)
+        anchor = trained_anchor(args, folder, config)
+        if anchor is not None:
+            new_config.pop(
+                RECORD, None
+            )  # of the original model: another place, maybe another token
+            new_config[RECORD] = {"anchor_token_id": anchor}
+            notes.append(f"trained behind the anchor {anchor}, recorded in config.json ({RECORD})")
         with (
             atomic_folder(out) as temporary,
             tqdm(
@@ -135,10 +145,12 @@ def convert_to_hugging_face(
                     yield block
                     bar.update(block.size)
 
-            stored.check_zeros()
-            names = write_weights(temporary, plans, blocks, shard_bytes=shard_bytes)
             _write_json(temporary / "config.json", new_config)
             _write_companions(temporary, model, config, folder)
+            if anchor is not None and not keep_tokenizer:
+                notes += add_anchor(temporary, anchor)
+            stored.check_zeros()
+            names = write_weights(temporary, plans, blocks, shard_bytes=shard_bytes)
     return Exported(model, len(plans), total, names, None if folder is None else str(folder), notes)
 
 

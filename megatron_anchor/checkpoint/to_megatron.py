@@ -8,12 +8,14 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from megatron_anchor.checkpoint import families, megatron_args, tokenizer_files
+from megatron_anchor.checkpoint.anchored_tokenizer import recorded_anchor
 from megatron_anchor.checkpoint.extension import extended
 from megatron_anchor.checkpoint.families import (
     ENGINE,
@@ -107,7 +109,7 @@ def convert_to_megatron(
             model,
             dtype=stored_dtype,
             tokenizer=str(out / SOURCE_FOLDER) if has_tokenizer else None,
-            anchor=tokenizer_files.anchor_id(source, config),
+            anchor=_anchor(source, config),
             target=target,
         )
         total = sum(row_bytes(w) * w.shape[0] for k, w in weights.items() if k not in not_carried)
@@ -294,3 +296,9 @@ def _check_path(out: Path) -> None:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def _anchor(source: str | Path, config: Mapping[str, Any]) -> int | None:
+    """Choose the anchor: the one that the model was trained behind, else the tokenizer's."""
+    recorded = recorded_anchor(config)
+    return tokenizer_files.anchor_id(source, config) if recorded is None else recorded

@@ -77,7 +77,14 @@ def parser() -> argparse.ArgumentParser:
     model("--device", choices=("auto", "cpu", "cuda"), default="auto")
     model("--attn-implementation", default="sdpa", help="of transformers (default sdpa)")
     model("--tokenizer", metavar="DIR", help="default: the checkpoint's own")
-    model("--first-token", default="auto", help="auto (the tokenizer's), none, bos, eos or an id")
+    model(
+        "--first-token",
+        nargs="+",
+        default=["auto"],
+        metavar="TOKEN",
+        help="auto (the anchor that config.json records, else the tokenizer's), none, bos, eos or "
+        "an id; several are compared",
+    )
     model("--like", metavar="DIR", help="for exports: config and tokenizer of the original model")
     model("--allow-longer", action="store_true", help="lengths beyond max_position_embeddings")
     output = parser.add_argument_group("output").add_argument
@@ -128,8 +135,6 @@ def _check(args: argparse.Namespace) -> None:
         for flag, value in given.items():
             if value:
                 raise UserError(f"{flag}: lm-eval has its own texts; leave it out")
-        if args.first_token != "auto":
-            raise UserError("--first-token: lm-eval decides that itself; leave it out")
 
 
 def _saved(args: argparse.Namespace) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def _evaluated(args: argparse.Namespace) -> dict[str, Any]:
         },
         texts=read_texts(args.text),
         tokenizer=args.tokenizer,
-        first_token=args.first_token,
+        first_tokens=list(dict.fromkeys(args.first_token)),
         like=args.like,
         allow_longer=args.allow_longer,
         resume=args.resume,

@@ -148,7 +148,9 @@ def hugging_face_folder(
     assert megatron is not None
     with TemporaryDirectory(prefix="rope-drift-") as temporary:
         out = Path(temporary) / "model"
-        convert_to_hugging_face(megatron, out, iteration=iteration, like=like, progress=progress)
+        convert_to_hugging_face(
+            megatron, out, iteration=iteration, like=like, keep_tokenizer=True, progress=progress
+        )
         yield out
 
 
