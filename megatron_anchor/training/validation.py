@@ -31,6 +31,7 @@ from megatron_anchor.training import (
     number_rules,
     run_rules,
     saved_checkpoints,
+    sharding_rules,
 )
 from megatron_anchor.training.arguments import (
     document_alignment,
@@ -384,6 +385,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _experts,
     data_arguments.refusals,
     run_rules.refusals,
+    sharding_rules.refusals,
     _batches,
     _bad_batch,
     saved_checkpoints.refusals,
