@@ -45,6 +45,31 @@ run() { # show a command and run it
     [[ -n $DRY_RUN ]] || "$@"
 }
 
+run_forwarding() { # as run; the command gets a SIGTERM that this shell gets, once
+    local job='' status=0 asked='' interrupted=''
+    printf '%q ' "$@"
+    echo
+    [[ -z $DRY_RUN ]] || return 0
+    trap 'interrupted=1 asked=${asked:-1}; forward_once' TERM
+    trap 'interrupted=1' INT # torchrun has it too, and ends its ranks
+    "$@" &
+    job=$!
+    forward_once
+    while true; do # a signal ends the wait, and not the command
+        interrupted='' status=0
+        wait "$job" || status=$?
+        [[ -n $interrupted ]] || break
+    done
+    trap - TERM INT
+    return "$status"
+}
+
+forward_once() { # for run_forwarding
+    [[ $asked == 1 && -n $job ]] || return 0
+    asked=done
+    kill -TERM "$job" 2>/dev/null || true # it ended just now
+}
+
 words_of() { # words_of SETTING: its words into WORDS, quoted as in a shell; nothing in it is run
     WORDS=()
     [[ -n ${!1} ]] || return 0
@@ -197,6 +222,9 @@ fi
         "SAVE_LAST_EVERY=$SAVE_LAST_EVERY steps apart: lower one of these"
 
 START=$WORK/$EXTEND_TO-start # the converted checkpoint
+place=$(realpath -ms -- "$START") # the converter writes it into a file of flags
+[[ $place != *[][:space:]*?[]* ]] ||
+    fail "WORK=$WORK: the folder $(printf %q "$place") has a space or a wildcard: set WORK to another"
 RUN=${RUN:-$WORK/$ARM}       # what is trained
 printf -v LAST '%s/iter_%07d' "$RUN" "$TRAIN_ITERS"
 EXPORT=${EXPORT:-$WORK/$ARM-hf-$TRAIN_ITERS}

@@ -79,7 +79,7 @@ model_flags() { # the lines of megatron_args.txt into MODEL_FLAGS: each is one f
 }
 
 step_train() { # goes on where the last checkpoint of $RUN stands
-    local done_before done_now launcher layout=() documents=() handler=() nodes=(--standalone)
+    local done_before done_now launcher start=run layout=() documents=() handler=() nodes=(--standalone)
     need "$START/megatron_args.txt" "run the step convert first"
     need "$DATA.idx" "run the step preprocess first"
     done_before=$(iteration_of "$RUN")
@@ -115,9 +115,9 @@ step_train() { # goes on where the last checkpoint of $RUN stands
         handler=(--exit-signal-handler)
         launcher=("$PYTHON" "$ROOT/examples/recipe/forward_term.py" "${launcher[@]}"
             --signals-to-handle SIGINT,SIGHUP,SIGQUIT)
-        trap '' TERM # for the ranks; this shell waits for them
+        start=run_forwarding # Slurm may signal this shell alone
     fi
-    run "${launcher[@]}" --nproc-per-node "$GPUS_PER_NODE" "${nodes[@]}" \
+    "$start" "${launcher[@]}" --nproc-per-node "$GPUS_PER_NODE" "${nodes[@]}" \
         "${ON_CPU[@]}" -m megatron_anchor.pretrain_gpt \
         "${MODEL_FLAGS[@]}" "${ROPE_ARGS[@]}" "${layout[@]}" "${PATTERN_ARGS[@]}" "${documents[@]}" \
         --seq-length "$SEQ_LENGTH" --train-iters "$TRAIN_ITERS" \
@@ -131,7 +131,6 @@ step_train() { # goes on where the last checkpoint of $RUN stands
         --dist-ckpt-optim-fully-reshardable --save-interval "$SAVE_INTERVAL" "${handler[@]}" \
         --save-last "$SAVE_LAST" --save-last-every "$SAVE_LAST_EVERY" \
         --log-interval 1 --log-throughput --tensorboard-dir "$RUN/tensorboard" "${EXTRA[@]}"
-    trap - TERM
     [[ -z $DRY_RUN && $NODE_RANK == 0 ]] || return 0 # other nodes may see the tracker later
     done_now=$(iteration_of "$RUN")
     if ((${done_now:-0} < TRAIN_ITERS)); then
