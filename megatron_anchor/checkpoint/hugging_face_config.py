@@ -381,6 +381,12 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
     if model.family == "Qwen2ForCausalLM" and model.head * model.heads == model.hidden:
         del config["head_dim"]  # not a field of Qwen2Config
     if "output_bias" in family.bias_places:
+        if model.qkv_bias and not model.output_bias:
+            raise UserError(
+                f"--add-qkv-bias: the attention_bias of {model.family} adds a bias to the output "
+                "projection, too, which this run did not train; leave the flag out, or begin with "
+                "a Qwen2 model, which has biases in these places"
+            )
         config["attention_bias"] = model.qkv_bias
     if "mlp_bias" in read_keys(family.model_type):
         config["mlp_bias"] = model.mlp_bias
