@@ -45,6 +45,31 @@ run() { # show a command and run it
     [[ -n $DRY_RUN ]] || "$@"
 }
 
+run_forwarding() { # as run; the command gets a SIGTERM that this shell gets, once
+    local job='' status=0 asked='' interrupted=''
+    printf '%q ' "$@"
+    echo
+    [[ -z $DRY_RUN ]] || return 0
+    trap 'interrupted=1 asked=${asked:-1}; forward_once' TERM
+    trap 'interrupted=1' INT # torchrun has it too, and ends its ranks
+    "$@" &
+    job=$!
+    forward_once
+    while true; do # a signal ends the wait, and not the command
+        interrupted='' status=0
+        wait "$job" || status=$?
+        [[ -n $interrupted ]] || break
+    done
+    trap - TERM INT
+    return "$status"
+}
+
+forward_once() { # for run_forwarding
+    [[ $asked == 1 && -n $job ]] || return 0
+    asked=done
+    kill -TERM "$job" 2>/dev/null || true # it ended just now
+}
+
 words_of() { # words_of SETTING: its words into WORDS, quoted as in a shell; nothing in it is run
     WORDS=()
     [[ -n ${!1} ]] || return 0
@@ -62,8 +87,11 @@ in_a_setting() { # in_a_setting FLAG: whether other steps read what it says from
         --attention-pattern) setting=ATTENTION ;;
         --domain-tags) setting=DOMAIN_TAGS ;;
         --interleave-chunks) setting=INTERLEAVE ;;
+        --loss-weighting) setting=LOSS_WEIGHTING ;;
+        --document-length-schedule) setting=GROW_FROM ;;
         --document-list) setting=UPSAMPLE ;;
         --data-path) setting=CORPUS ;;
+        --pretrained-checkpoint) setting=TUNE_FROM ;;
         --rotary-base) setting=ROPE_BASE ;;
         --rope-parameters) setting=ROPE_SCALING ;;
         --recompute-granularity) setting=RECOMPUTE ;;
@@ -128,6 +156,13 @@ PERPLEXITY_TEXT=${PERPLEXITY_TEXT:-}
 ATTENTION=${ATTENTION:-anchor} MIXTURE=${MIXTURE:-}
 switch DOMAIN_TAGS INTERLEAVE UPSAMPLE
 ROPE_SCALING=${ROPE_SCALING:-none}
+LOSS_WEIGHTING=${LOSS_WEIGHTING:-uniform} GROW_FROM=${GROW_FROM:-}
+CHAT=${CHAT:-} CHAT_TEMPLATE=${CHAT_TEMPLATE:-} TUNE_FROM=${TUNE_FROM:-}
+[[ -z $CHAT || -z $DOMAIN_TAGS$UPSAMPLE$MIXTURE ]] ||
+    fail "CHAT=$CHAT: conversations have no domains; leave out DOMAIN_TAGS, UPSAMPLE and MIXTURE"
+[[ -n $CHAT || -z $CHAT_TEMPLATE ]] || fail "CHAT_TEMPLATE=$CHAT_TEMPLATE: only CHAT reads it"
+expect LOSS_WEIGHTING uniform document-mean document-sqrt effective-context
+[[ -z $GROW_FROM ]] || whole 2 GROW_FROM
 expect ATTENTION anchor intra-document intra-document-reset full anchor-masked
 expect ROPE_SCALING none ntk yarn
 expect RECOMPUTE none mlp full
@@ -141,10 +176,14 @@ ARM=$SEQ_LENGTH-$ATTENTION${DOMAIN_TAGS:+-tags}${INTERLEAVE:+-interleaved}${UPSA
 ARM+=${MIXTURE:+-${MIXTURE//[^[:alnum:].=_-]/-}} # its commas, too
 ARM+=-rope$ROPE_BASE
 [[ $ROPE_SCALING == none ]] || ARM+=-$ROPE_SCALING
+[[ $LOSS_WEIGHTING == uniform ]] || ARM+=-$LOSS_WEIGHTING
+ARM+=${GROW_FROM:+-from$GROW_FROM}${CHAT:+-answers}
 
 PATTERN_ARGS=(--attention-pattern "$ATTENTION" --anchor-token "$ANCHOR_TOKEN")
 [[ -z $DOMAIN_TAGS ]] || PATTERN_ARGS+=(--domain-tags)
 [[ -z $INTERLEAVE ]] || PATTERN_ARGS+=(--interleave-chunks)
+[[ -z $CHAT ]] || PATTERN_ARGS+=(--packing best-fit) # no conversation is cut that fits
+[[ $LOSS_WEIGHTING == uniform ]] || PATTERN_ARGS+=(--loss-weighting "$LOSS_WEIGHTING")
 
 rope_args() { # by how much the context grows decides over NTK and YaRN
     local factor base=$ROPE_BASE head_dim=128 yarn
@@ -189,11 +228,20 @@ fi
         "SAVE_LAST_EVERY=$SAVE_LAST_EVERY steps apart: lower one of these"
 
 START=$WORK/$EXTEND_TO-start # the converted checkpoint
+place=$(realpath -ms -- "$START") # the converter writes it into a file of flags
+[[ $place != *[][:space:]*?[]* ]] ||
+    fail "WORK=$WORK: the folder $(printf %q "$place") has a space or a wildcard: set WORK to another"
 RUN=${RUN:-$WORK/$ARM}       # what is trained
 printf -v LAST '%s/iter_%07d' "$RUN" "$TRAIN_ITERS"
 EXPORT=${EXPORT:-$WORK/$ARM-hf-$TRAIN_ITERS}
 DATA=${CORPUS}_text_document # as tools/preprocess_data.py names it
+[[ -z $CHAT ]] || DATA=$CORPUS-chat_messages_document
 GPUS=$((GPUS_PER_NODE * NNODES))
+if [[ -n $GROW_FROM ]]; then # documents have their whole length in the second half
+    ((GROW_FROM < SEQ_LENGTH)) || fail "GROW_FROM=$GROW_FROM: expected less than SEQ_LENGTH=$SEQ_LENGTH"
+    PATTERN_ARGS+=(--document-length-schedule
+        "linear:$GROW_FROM:$SEQ_LENGTH:$(((TRAIN_ITERS * GLOBAL_BATCH_SIZE + 1) / 2))")
+fi
 TOKENS=$((TRAIN_ITERS * GLOBAL_BATCH_SIZE * SEQ_LENGTH))
 LIST=$WORK/$EXTEND_TO${MIXTURE:+-${MIXTURE//[^[:alnum:].=_-]/-}}-$TOKENS-long_documents.npy
 
@@ -223,6 +271,11 @@ arms:
   ATTENTION=$ATTENTION       anchor, intra-document, intra-document-reset, full or anchor-masked
   DOMAIN_TAGS=$DOMAIN_TAGS INTERLEAVE=$INTERLEAVE UPSAMPLE=$UPSAMPLE     1 switches on; MIXTURE=NAME=SHARE,...
   ROPE_BASE=$ROPE_BASE ROPE_SCALING=$ROPE_SCALING   none, ntk or yarn
+  LOSS_WEIGHTING=$LOSS_WEIGHTING   uniform, document-mean, document-sqrt or effective-context
+  CHAT=$CHAT   conversations (.jsonl with messages): only answers are learned, in samples of whole
+                  conversations; CHAT_TEMPLATE=$CHAT_TEMPLATE   with generation tags, if the tokenizer's has none
+  TUNE_FROM=$TUNE_FROM   a trained arm to begin with, such as the extended model; default: the conversion
+  GROW_FROM=$GROW_FROM   slots that documents are bounded to at first, growing until half of the training
 Texts of several words (TEXTS, EXTRA_ARGS, ...) are read with quotes as in a shell.
 DRY_RUN=1 prints the commands; TOY=1 runs them all on a CPU with a tiny model and short samples,
 which the settings above change, too.

@@ -37,8 +37,17 @@ step_convert() {
 
 step_preprocess() { # a finished corpus is checked and kept
     local domains=()
-    words_of TEXTS # patterns stay patterns: the tool finds the files
     alone "$DATA"
+    if [[ -n $CHAT ]]; then
+        local template=()
+        words_of CHAT
+        [[ -z $CHAT_TEMPLATE ]] || template=(--chat-template "$CHAT_TEMPLATE")
+        run "$PYTHON" "$ROOT/tools/preprocess_data.py" --chat --input "${WORDS[@]}" \
+            --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL" "${template[@]}" \
+            --output-prefix "$CORPUS-chat" --resume
+        return
+    fi
+    words_of TEXTS # patterns stay patterns: the tool finds the files
     [[ -z $DOMAIN_KEY ]] || domains=(--domain-key "$DOMAIN_KEY")
     run "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "${WORDS[@]}" "${domains[@]}" \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL" --append-eod \
@@ -79,7 +88,7 @@ model_flags() { # the lines of megatron_args.txt into MODEL_FLAGS: each is one f
 }
 
 step_train() { # goes on where the last checkpoint of $RUN stands
-    local done_before done_now launcher layout=() documents=() handler=() nodes=(--standalone)
+    local done_before done_now launcher start=run layout=() documents=() handler=() nodes=(--standalone)
     need "$START/megatron_args.txt" "run the step convert first"
     need "$DATA.idx" "run the step preprocess first"
     done_before=$(iteration_of "$RUN")
@@ -115,9 +124,9 @@ step_train() { # goes on where the last checkpoint of $RUN stands
         handler=(--exit-signal-handler)
         launcher=("$PYTHON" "$ROOT/examples/recipe/forward_term.py" "${launcher[@]}"
             --signals-to-handle SIGINT,SIGHUP,SIGQUIT)
-        trap '' TERM # for the ranks; this shell waits for them
+        start=run_forwarding # Slurm may signal this shell alone
     fi
-    run "${launcher[@]}" --nproc-per-node "$GPUS_PER_NODE" "${nodes[@]}" \
+    "$start" "${launcher[@]}" --nproc-per-node "$GPUS_PER_NODE" "${nodes[@]}" \
         "${ON_CPU[@]}" -m megatron_anchor.pretrain_gpt \
         "${MODEL_FLAGS[@]}" "${ROPE_ARGS[@]}" "${layout[@]}" "${PATTERN_ARGS[@]}" "${documents[@]}" \
         --seq-length "$SEQ_LENGTH" --train-iters "$TRAIN_ITERS" \
@@ -127,11 +136,10 @@ step_train() { # goes on where the last checkpoint of $RUN stands
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
         --data-path "$DATA" --split 100,0,0 --eval-iters 0 --eval-interval 1000000 \
         --data-cache-path "$WORK/cache" \
-        --pretrained-checkpoint "$START" --load "$RUN" --save "$RUN" --ckpt-format torch_dist \
+        --pretrained-checkpoint "${TUNE_FROM:-$START}" --load "$RUN" --save "$RUN" --ckpt-format torch_dist \
         --dist-ckpt-optim-fully-reshardable --save-interval "$SAVE_INTERVAL" "${handler[@]}" \
         --save-last "$SAVE_LAST" --save-last-every "$SAVE_LAST_EVERY" \
         --log-interval 1 --log-throughput --tensorboard-dir "$RUN/tensorboard" "${EXTRA[@]}"
-    trap - TERM
     [[ -z $DRY_RUN && $NODE_RANK == 0 ]] || return 0 # other nodes may see the tracker later
     done_now=$(iteration_of "$RUN")
     if ((${done_now:-0} < TRAIN_ITERS)); then

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_anchor.attention.router_slots import RouterSlots, take_slots
+from megatron_anchor.attention.router_slots import RouterSlots, count_targets, take_slots
 from megatron_anchor.attention.runs import move
 
 
@@ -48,7 +48,7 @@ class Depth:
     labels_Bs: Tensor
     """[B, s] int64, the tokens behind these."""
     loss_mask_Bs: Tensor
-    """[B, s] float32, 1 where the label counts."""
+    """[B, s] float32, how much the label counts."""
     router: RouterSlots | None = None
     """The slots that have a token at this depth: in a layer of multi-token prediction copies of the
     anchor differ, each holds its document's first token, and count as tokens."""
@@ -70,7 +70,7 @@ class FutureTokens:
 
     depths: tuple[Depth, ...]
     targets: Tensor
-    """int64 scalar: targets of the main loss in the whole micro-batch, of all ranks."""
+    """int64 scalar: targets of the main loss in the whole micro-batch, by weight, of all ranks."""
     found: list[DepthLoss] = field(default_factory=list)
     """A loss per depth, once the model has run (on the last pipeline stage)."""
 
@@ -118,7 +118,7 @@ def future_tokens(
             router = RouterSlots(
                 counted_Bs=take_slots(counted_BS, own_slots),
                 tokens_B=counted_BS.sum(1),
-                targets_B=(sample["loss_mask"] != 0).sum(1),
+                targets_B=count_targets(sample["loss_mask"], dim=1),
             )
         made.append(
             Depth(
@@ -128,7 +128,7 @@ def future_tokens(
                 router=router,
             )
         )
-    return FutureTokens(depths=tuple(made), targets=(sample["loss_mask"] != 0).sum())
+    return FutureTokens(depths=tuple(made), targets=count_targets(sample["loss_mask"]))
 
 
 def segment_ends(cu_seqlens_Bn: np.ndarray) -> Tensor:

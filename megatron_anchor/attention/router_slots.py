@@ -28,7 +28,8 @@ class RouterSlots:
     tokens_B: Tensor
     """[B] int64: counted slots of each whole sample."""
     targets_B: Tensor
-    """[B] int64: targets of each whole sample; the auxiliary losses' weight per token loss."""
+    """[B] int64: targets of each whole sample, by weight in units; the auxiliary losses' weight per
+    token loss."""
 
     def to(self, device: torch.device) -> RouterSlots:
         """Copy to the device without waiting for it."""
@@ -59,7 +60,7 @@ def router_slots(
 
     Args:
         router_mask_BS: [B, S] any dtype; nonzero where a slot counts (a field of packed samples).
-        loss_mask_BS: [B, S] any dtype; nonzero where a slot has a target.
+        loss_mask_BS: [B, S] any dtype; weights of the targets in units, 0 where there is none.
         own_slots: what this rank holds of the sequence: a slice, or [B, s] int64 numbers of slots.
 
     Raises:
@@ -74,8 +75,18 @@ def router_slots(
     return RouterSlots(
         counted_Bs=take_slots(counted_BS, own_slots),
         tokens_B=counted_BS.sum(1),
-        targets_B=(loss_mask_BS != 0).sum(1),
+        targets_B=count_targets(loss_mask_BS, dim=1),
     )
+
+
+def count_targets(loss_mask_BS: Tensor, *, dim: int | None = None) -> Tensor:
+    """int64, the targets of whole samples by weight: the whole number of units nearest to the sum.
+
+    Args:
+        loss_mask_BS: [B, S] weights in units; 1 each where nothing is weighed.
+        dim: summed over; None = all.
+    """
+    return loss_mask_BS.to(torch.float64).sum(dim).round().long()
 
 
 def take_slots(x_BS: Tensor, own_slots: slice | Tensor) -> Tensor:

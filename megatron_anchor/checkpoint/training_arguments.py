@@ -82,6 +82,8 @@ NOT_OF_THE_MODEL: dict[str, frozenset[str]] = {
         """,
         "megatron_anchor's: how documents are packed and what each sees; alone, all are causal": """
             attention_pattern anchor_token anchor_position anchor_first_token_loss packing
+            document_length_schedule loss_weighting effective_context_alpha
+            effective_context_gamma effective_context_tail
             document_alignment document_list domain_tags domain_tag_format interleave_chunks
             interleave_max_chunks interleave_min_chunk_length interleave_max_chunk_length
             balance_attention_work save_last save_last_every dump_bad_batch allow_model_change

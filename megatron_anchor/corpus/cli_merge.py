@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from megatron_anchor.command_line import make_parser
-from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.pair import IndexedCorpus
 from megatron_anchor.terminal import say, say_json
 
 _EXAMPLE = """\

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron_anchor.command_line import make_parser
-from megatron_anchor.corpus.indexed import IndexedCorpus
 from megatron_anchor.corpus.inspection import length_edges
 from megatron_anchor.corpus.pictures import draw_lengths
 from megatron_anchor.corpus.upsampling import (
@@ -18,8 +17,9 @@ from megatron_anchor.corpus.upsampling import (
     Share,
     make_document_list,
     parse_mixture,
-    read_document_list,
 )
+from megatron_anchor.indexed.document_lists import read_document_list
+from megatron_anchor.indexed.pair import IndexedCorpus
 from megatron_anchor.terminal import escaped, say, say_json
 
 _EXAMPLE = """\

@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_anchor.corpus.manifest import KeyManifest
 from megatron_anchor.corpus.sources import parse_shard
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.manifest import KeyManifest
 
 Part = tuple[Path, KeyManifest | None]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_anchor.corpus import hub
 from megatron_anchor.corpus.sources import Source
 from megatron_anchor.corpus.table_parts import require_text, rows_at_once
 from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers import hub
 
 if TYPE_CHECKING:
     from megatron_anchor.corpus.readers import ReadOptions

@@ -9,7 +9,6 @@ domain's tokens miss its budget by less than twice its longest document, always.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_anchor.corpus.id_arrays import map_ids, require_below
-from megatron_anchor.corpus.index_checks import require_sound
-from megatron_anchor.corpus.indexed import IndexedCorpus, idx_path
 from megatron_anchor.corpus.locks import locked
-from megatron_anchor.corpus.manifest import read_domains
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.checks import require_sound
+from megatron_anchor.indexed.document_lists import DOCUMENT_LIST_FORMAT
+from megatron_anchor.indexed.fingerprint import sha256_of
+from megatron_anchor.indexed.manifest import read_domains
+from megatron_anchor.indexed.pair import IndexedCorpus, idx_path
 from megatron_anchor.whole_files import atomic_write, atomic_write_text
 
-FORMAT = "megatron_anchor document list 1"
 _STARTS = 16
 _SMALL = 1 << 20  # documents; above it one start is good enough
 
@@ -60,7 +59,7 @@ class DocumentList:
     mixture: dict[str, float]
     before: list[Share]
     after: list[Share]
-    format: str = FORMAT
+    format: str = DOCUMENT_LIST_FORMAT
 
 
 def upsample(
@@ -223,7 +222,7 @@ def _drawn(
     everything = np.arange(len(lengths))
     described = DocumentList(
         corpus=str(prefix),
-        index_sha256=_sha256(idx_path(prefix)),
+        index_sha256=sha256_of(idx_path(prefix)),
         documents=len(ids),
         tokens=int(lengths[ids].sum()),
         long_tokens=long_tokens,
@@ -234,52 +233,6 @@ def _drawn(
         after=_shares(ids, lengths, domains, names, long_tokens),
     )
     return ids, described
-
-
-def read_document_list(path: str | Path, prefix: str | Path) -> np.ndarray:
-    """The ids of a list, integers (mapped).
-
-    A list that was saved by hand has no `.json` beside it that says what corpus it is for.
-
-    Raises:
-        UserError: it is no list of documents, is empty, or was made for another corpus.
-    """
-    path, what = Path(path), "--document-list"
-    ids = map_ids(path, what=what, remedy=_ANEW)
-    if not len(ids):
-        raise UserError(f"{what} {path} is empty; {_ANEW}")
-    beside = path.with_suffix(".json")
-    if beside.exists():
-        _require_made_for(prefix, beside, what=f"{what} {path}", documents=len(ids))
-    documents = len(IndexedCorpus.open(prefix))
-    require_below(ids, documents, what=f"{what} {path}", of="document", remedy=_ANEW)
-    return ids
-
-
-def _require_made_for(prefix: str | Path, beside: Path, *, what: str, documents: int) -> None:
-    try:
-        described = json.loads(beside.read_text(encoding="utf-8"))
-        form, corpus, digest, count = (
-            described[name] for name in ("format", "corpus", "index_sha256", "documents")
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{what}: {beside} does not describe a list ({type(error).__name__}: {error}); {_ANEW}"
-        ) from error
-    if form != FORMAT:
-        raise UserError(f"{what}: {beside} has the format {form!r}, not {FORMAT!r}; {_ANEW}")
-    if digest != _sha256(idx_path(prefix)):
-        raise UserError(
-            f"{what} was made for {corpus}, whose index differs from that of {prefix}; {_ANEW}"
-        )
-    if count != documents:
-        raise UserError(
-            f"{what} holds {documents} ids, but {beside} speaks of {count}: the files do not "
-            f"belong together; {_ANEW}"
-        )
-
-
-_ANEW = "make it anew with tools/upsample_long_documents.py, or np.save integers, one a document"
 
 
 def _domains(prefix: str | Path, documents: int) -> tuple[list[str], np.ndarray]:
@@ -322,8 +275,3 @@ def _write(path: Path, ids: np.ndarray, described: DocumentList) -> None:
             stream.write(ids.data)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

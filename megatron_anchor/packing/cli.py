@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_anchor.command_line import make_parser
 from megatron_anchor.compat import quiet_imports_without_gpu
-from megatron_anchor.corpus.cli import add_tokenizer_arguments, tokenizer_config
-from megatron_anchor.corpus.manifest import read_manifest
-from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
 from megatron_anchor.errors import UserError
 from megatron_anchor.flags import add_flags
+from megatron_anchor.indexed.manifest import read_manifest
 from megatron_anchor.packing.anchor_token import choose_anchor
 from megatron_anchor.packing.settings import PackingSettings
 from megatron_anchor.terminal import say_block, say_json
+from megatron_anchor.tokenizers import Tokenizer, load_tokenizer
+from megatron_anchor.tokenizers.flags import add_tokenizer_arguments, tokenizer_config
 
 if TYPE_CHECKING:
     from megatron_anchor.packing.dataset import PackedDataset

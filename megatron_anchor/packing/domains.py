@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from megatron_anchor.errors import UserError
-from megatron_anchor.packing.fingerprint import fingerprint
+from megatron_anchor.indexed.fingerprint import fingerprint
+from megatron_anchor.indexed.manifest import domains_path, read_domains
 
 NO_DOMAIN = ("", "default", "unknown")
 """Names that say nothing; "default" is what the corpus tools write where no domain was given."""
@@ -50,8 +51,8 @@ class DomainTags:
             self._open = np.asarray(np.load(self._path, mmap_mode="r", allow_pickle=False))
         return self._open[documents].astype(np.int64) + 1
 
-    def head_slots(self, num_documents: int) -> np.ndarray:
-        """int32 slots of every document's head, [D], or [1] where they are all the same."""
+    def prefix_slots(self, num_documents: int) -> np.ndarray:
+        """int32 slots of every document's prefix, [D], or [1] where they are all the same."""
         if self._path is None:
             return np.ones(1, dtype=np.int32)
         head_D = np.empty(num_documents, dtype=np.int32)
@@ -106,9 +107,6 @@ def open_tags(
         UserError: the domains do not belong to the corpus (see `read_domains`), or a tag has a
             token outside the vocabulary.
     """
-    # Here and not above: laying out samples needs nothing of the corpus tools.
-    from megatron_anchor.corpus.manifest import domains_path, read_domains
-
     found = read_domains(prefix)
     if found is None:
         return NO_TAGS, {"tags": None}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_anchor.packing.fingerprint import fingerprint
+from megatron_anchor.indexed.fingerprint import fingerprint
 
 _PATHS = ("path", "dataset_path")
 

@@ -4,6 +4,7 @@ Each field is a flag of the training program and of `tools/inspect_packing.py`, 
 type and help text from here.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,6 +12,7 @@ from typing import Literal, get_args
 from megatron_anchor.packing.domains import check_format
 from megatron_anchor.packing.interleave import Interleaving
 from megatron_anchor.packing.patterns import ANCHOR, attention_pattern, attention_patterns
+from megatron_anchor.packing.target_weights import LOSS_WEIGHTINGS, LossWeighting
 
 Packing = Literal["concat", "best-fit"]
 PACKINGS: tuple[str, ...] = get_args(Packing)
@@ -44,6 +46,22 @@ class PackingSettings:
 
     domain_tag_format: str = "{domain}: "
     """Text of the tag."""
+
+    loss_weighting: LossWeighting = "uniform"
+    """How much a target counts in training: 'uniform'; 'document-mean' or 'document-sqrt' (by 1 / N
+    or 1 / sqrt(N) of its document's targets); 'effective-context' (more where long contexts are
+    rare). Weights of a corpus (PREFIX.weights.bin) multiply it, and count in evaluation, too."""
+
+    effective_context_alpha: float = 0.15
+    """Under --loss-weighting effective-context: by how much the mean weight of targets with a long
+    context exceeds 1."""
+
+    effective_context_gamma: float = 0.5
+    """Under --loss-weighting effective-context: how much more rare contexts weigh; 0 = alike."""
+
+    effective_context_tail: int | None = None
+    """Under --loss-weighting effective-context: tokens from which on a context is long. Default: a
+    quarter of --seq-length."""
 
     interleave_chunks: bool = False
     """Split the documents of a sample at random into chunks and shuffle these, in order inside each
@@ -95,6 +113,21 @@ class PackingSettings:
         if self.anchor_position < 0:
             yield f"--anchor-position {self.anchor_position}: expected 0 or more"
         yield from self._pattern()
+        yield from self._weighting(sequence_length)
+
+    def _weighting(self, sequence_length: int | None) -> Iterator[str]:
+        if self.loss_weighting not in LOSS_WEIGHTINGS:
+            yield f"--loss-weighting {self.loss_weighting}: expected {', '.join(LOSS_WEIGHTINGS)}"
+        for name in ("alpha", "gamma"):
+            value = getattr(self, f"effective_context_{name}")
+            if not (math.isfinite(value) and value >= 0):
+                yield f"--effective-context-{name} {value}: expected a number of 0 or more"
+        tail = self.effective_context_tail
+        if tail is not None and (tail < 1 or (sequence_length and tail >= sequence_length)):
+            yield (
+                f"--effective-context-tail {tail}: expected 1 or more, and less than --seq-length "
+                f"{sequence_length or ''}".rstrip()
+            )
 
     def _alignment(self, sequence_length: int | None) -> Iterator[str]:
         alignment = self.document_alignment

@@ -58,7 +58,7 @@ def of_corpus(prefix: str | Path) -> Lengths:
         UserError: a file is missing or malformed.
         UserError: the corpus has no token.
     """
-    from megatron_anchor.corpus.indexed import IndexedCorpus
+    from megatron_anchor.indexed.pair import IndexedCorpus
 
     prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
     lengths = IndexedCorpus.open(prefix).document_lengths()

@@ -15,9 +15,9 @@ from megatron_anchor.checkpoint.tokenizer_files import VOCABULARIES, has_tokeniz
 from megatron_anchor.corpus.readers import ReadOptions, read_span
 from megatron_anchor.corpus.rows import RowOptions, parse_chunk
 from megatron_anchor.corpus.sources import plan, resolve
-from megatron_anchor.corpus.tokenizers import Tokenizer, load_tokenizer
-from megatron_anchor.corpus.tokenizers.choose import TokenizerConfig
 from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers import Tokenizer, load_tokenizer
+from megatron_anchor.tokenizers.choose import TokenizerConfig
 
 CHARACTERS_A_TOKEN = 12
 """A text is cut there before it is tokenized; more is read where that was too little."""

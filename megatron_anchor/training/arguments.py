@@ -19,7 +19,7 @@ from megatron_anchor import compat
 from megatron_anchor.attention.layer_window import layer_windows
 from megatron_anchor.context_parallel.split import ZIGZAG
 from megatron_anchor.errors import UserError
-from megatron_anchor.flags import add_flags
+from megatron_anchor.flags import add_flags, tell_default
 from megatron_anchor.packing.patterns import patterns_help
 from megatron_anchor.packing.settings import PackingSettings
 from megatron_anchor.training.context_parallel import context_parallel
@@ -57,6 +57,11 @@ class AnchorArguments(PackingSettings):
     document_list: list[str] | None = None
     """Documents of the training epoch, with repetitions, as tools/upsample_long_documents.py writes
     them: LIST.npy for a single corpus, CORPUS_PREFIX=LIST.npy for each of several."""
+
+    document_length_schedule: str | None = None
+    """Bound the length of documents at first, and let it grow with the samples consumed:
+    linear:512:65536:100000 grows from 512 to 65536 slots over 100000 samples,
+    steps:0=4096,20000=65536 steps up. Samples stay the same; evaluation has no bound."""
 
     balance_attention_work: bool = False
     """Order the samples inside each global batch so that data-parallel ranks and micro-batches have
@@ -126,6 +131,8 @@ def add_anchor_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group("megatron_anchor", AnchorArguments.__doc__)
     add_flags(group, AnchorArguments)
     _action(parser, "attention_pattern").help = patterns_help()
+    for action in group._group_actions:
+        tell_default(action)
     compat.mend_help_texts(parser)
     _end_without_usage(parser)
     parser.epilog = EXAMPLE

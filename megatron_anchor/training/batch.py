@@ -39,7 +39,7 @@ class MicroBatch:
     labels: Tensor
     """[B, s] int64, 0 where the loss is masked."""
     loss_mask: Tensor
-    """[B, s] float32, 1 where the label counts."""
+    """[B, s] float32, how much the label counts, in units; 0 or 1 where nothing is weighed."""
     packed: AnchorPackedSeqParams
     """Documents and positions for the attention layers."""
     figures: dict[str, Tensor]
@@ -57,6 +57,7 @@ def get_batch(
     has_experts: bool = False,
     prediction_depths: int = 0,
     figures: tuple[str, ...] = FIGURES,
+    units: float = 1.0,
     pad_documents_to: int | None = None,
 ) -> MicroBatch:
     """Read the next micro-batch and take this rank's part of it.
@@ -69,6 +70,7 @@ def get_batch(
         has_experts: whether the model has routers, which must know the slots that count.
         prediction_depths: of multi-token prediction, where this rank has its layers.
         figures: names of the samples' figures.
+        units: in which a weight of 1 is given, see `target_units`.
         pad_documents_to: see `AnchorPackedSeqParams`.
 
     Raises:
@@ -85,6 +87,8 @@ def get_batch(
             f"the data loader's samples have no {', '.join(missing)}: a dataset of your own must "
             "yield the fields of PackedDataset (docs/packing.md)"
         )
+    if units != 1:
+        sample = sample | {"loss_mask": sample["loss_mask"] * units}
     own_slots = _own_slots(sample, split=split, rank=rank)
     own = {name: move(take_slots(sample[name], own_slots), device) for name in SLOT_FIELDS}
     router = None

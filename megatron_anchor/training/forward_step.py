@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron_anchor.context_parallel.split import CONTEXT_IMBALANCE
 from megatron_anchor.packing.balance import IMBALANCE_FIGURES
+from megatron_anchor.packing.length_schedule import LENGTH_LIMIT
 from megatron_anchor.packing.statistics import attention_work_share
-from megatron_anchor.training import bad_batch
+from megatron_anchor.training import bad_batch, target_units
 from megatron_anchor.training.arguments import model_windows
 from megatron_anchor.training.batch import FIGURES, MicroBatch, get_batch
 from megatron_anchor.training.context_parallel import context_parallel
@@ -65,6 +66,7 @@ def forward_step(
             has_experts=bool(args.num_experts),
             prediction_depths=_prediction_depths(args),
             figures=_figures(args, training=model.training),
+            units=target_units.chosen(),
             pad_documents_to=args.pad_documents_to,
         )
     bad_batch.remember(batch.origin_B2, training=model.training)
@@ -94,6 +96,8 @@ def _figures(args: Any, *, training: bool) -> tuple[str, ...]:
     figures: tuple[str, ...] = FIGURES
     if training and args.balance_attention_work:  # only training samples are balanced
         figures += IMBALANCE_FIGURES
+    if training and args.document_length_schedule:
+        figures += (LENGTH_LIMIT,)
     if context_parallel(args).split.gathers:
         figures += (CONTEXT_IMBALANCE,)
     return figures
@@ -102,7 +106,7 @@ def _figures(args: Any, *, training: bool) -> tuple[str, ...]:
 def loss_function(
     losses_Bs: Tensor, *, batch: MicroBatch, report_packing: bool
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the losses of the targets that count.
+    """Sum the losses of the targets, each by its weight.
 
     With --calculate-per-token-loss Megatron divides the summed gradient by the number of targets
     of the whole global batch, and local sums and counts are what it needs. Without it, each
@@ -111,6 +115,9 @@ def loss_function(
     and the loss is scaled by the context-parallel size, which Megatron's gradient average divides
     out again.
 
+    Megatron counts targets in integers: weights are in units that make their sums nearly whole
+    (`target_units`), and the loss is in the same units.
+
     Args:
         losses_Bs: [B, s] cross entropy of every slot.
         batch: its loss mask and packing figures are read, and what multi-token prediction found.
@@ -118,16 +125,19 @@ def loss_function(
             for each of them during evaluation).
 
     Returns:
-        Loss to differentiate, number of targets that it is divided by, and the report: pairs
+        Loss to differentiate, targets in units that it is divided by, and the report: pairs
         [sum, count] that Megatron adds up over micro-batches and data- and context-parallel ranks,
         logs and writes to TensorBoard.
     """
     args = get_args()
     loss = torch.sum(losses_Bs.float() * batch.loss_mask)
-    targets = batch.loss_mask.sum().to(torch.int)
+    weight = batch.loss_mask.sum()
     with bad_batch.judging(losses_Bs, batch.origin_B2):
         _check(loss, args)
-    report = {"lm loss": torch.stack((loss.detach(), targets.to(loss.dtype)))}
+    report = {"lm loss": _pair(loss, weight)}
+    if target_units.weighed():
+        counts = batch.loss_mask > 0
+        report["lm loss unweighted"] = _pair((losses_Bs.float() * counts).sum(), counts.sum())
     if batch.packed.future is not None:
         report |= _report_depths(batch, args)
     if report_packing:
@@ -135,9 +145,15 @@ def loss_function(
         report |= packing_report(batch, seq_length=args.seq_length, windows=windows)
     cp_size = mpu.get_context_parallel_world_size()
     if cp_size > 1 and not args.calculate_per_token_loss:
-        dist.all_reduce(targets, group=mpu.get_context_parallel_group())
+        dist.all_reduce(weight, group=mpu.get_context_parallel_group())
         loss = loss * cp_size
-    return loss, targets, report
+    return loss, weight.round().to(torch.int), report
+
+
+def _pair(total: Tensor, count: Tensor) -> Tensor:
+    """[sum, count] for the log, in which nothing by nothing is 0."""
+    count = count.to(torch.float32)
+    return torch.stack((total.detach().float(), count.clamp(min=torch.finfo(torch.float32).tiny)))
 
 
 def _report_depths(batch: MicroBatch, args: Any) -> dict[str, Tensor]:
@@ -150,12 +166,12 @@ def _report_depths(batch: MicroBatch, args: Any) -> dict[str, Tensor]:
     assert future is not None
     for number, (depth, found) in enumerate(zip(future.depths, future.found, strict=True), 1):
         total = found.losses_Bs.float().sum()
-        targets = depth.loss_mask_Bs.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        targets = depth.loss_mask_Bs.sum()
         with bad_batch.judging(found.losses_Bs, batch.origin_B2):
             _check(total, args, what=f" of mtp_{number}", spikes=False)
-        report[f"mtp_{number} loss"] = torch.stack((total, targets))
+        report[f"mtp_{number} loss"] = _pair(total, targets)
         if found.correct is not None:
-            report[f"mtp_{number}_acceptance_rate"] = torch.stack((100 * found.correct, targets))
+            report[f"mtp_{number}_acceptance_rate"] = _pair(100 * found.correct, targets)
     return report
 
 
@@ -187,6 +203,8 @@ def packing_report(
         "padding share": figures["num_padding"].sum() / seq_length,
         "attention work": torch.full((), work, device=packed.device),
     }
+    if LENGTH_LIMIT in figures:
+        sums["document length limit"] = figures[LENGTH_LIMIT].sum()
     for name, log_name in IMBALANCES.items():
         if name in figures:
             sums[log_name] = figures[name].sum() / 1e6

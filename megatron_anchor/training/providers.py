@@ -20,11 +20,13 @@ from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 from megatron_anchor.errors import UserError
 from megatron_anchor.packing import blend
 from megatron_anchor.packing.anchor_token import choose_anchor
-from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
+from megatron_anchor.packing.balance import BalancedDataset, Balancing
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
+from megatron_anchor.packing.effective_context import weigh_by_context
+from megatron_anchor.packing.length_schedule import LengthSchedule, ScheduledDataset
 from megatron_anchor.terminal import say
-from megatron_anchor.training import anchor_copies, bad_batch, samples_read
+from megatron_anchor.training import anchor_copies, bad_batch, samples_read, target_units
 from megatron_anchor.training.arguments import (
     model_windows,
     packing_settings,
@@ -38,6 +40,7 @@ from megatron_anchor.training.data_needs import require_enough, validation_sampl
 from megatron_anchor.training.full_validation import whole_batches
 from megatron_anchor.training.latent_rules import is_latent
 from megatron_anchor.training.same_data import require_same_data
+from megatron_anchor.training.slot_work import slot_work
 from megatron_anchor.training.validation import attention_request, gather_memory, rotary_dim
 
 
@@ -195,14 +198,20 @@ def balancing(args: Namespace) -> Balancing | None:
     """Settings of --balance-attention-work, None without it."""
     if not args.balance_attention_work:
         return None
-    phases = getattr(args, "phase_transition_iterations", None)  # each counts its own batches
     return Balancing(
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
         ranks=mpu.get_data_parallel_world_size(),
-        first=0 if phases else args.consumed_train_samples % args.global_batch_size,
-        linear=LINEAR_WORK * args.hidden_size,
+        first=_first_of_a_batch(args),
+        linear=slot_work(args),
     )
+
+
+def _first_of_a_batch(args: Any) -> int:
+    """Number of a sample with which a global batch begins."""
+    if getattr(args, "phase_transition_iterations", None):  # each phase counts its own batches
+        return 0
+    return args.consumed_train_samples % args.global_batch_size
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -235,6 +244,14 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     if train is not None and torch.distributed.get_rank() == 0 and not vp_stage:
         for warning in samples_read.note(train, args, needed=num_samples[0]):
             say(f"> warning: {warning}")
+    if train is not None and config.loss_weighting == "effective-context":
+        for line in weigh_by_context(train).table():
+            print_rank_0(f"> {line}")
+    target_units.choose(args, train, valid, test)
+    if train is not None and args.document_length_schedule:
+        schedule = LengthSchedule.parse(args.document_length_schedule)
+        size, first = args.global_batch_size, _first_of_a_batch(args)
+        train = ScheduledDataset(train, schedule, global_batch_size=size, first=first)
     balance = balancing(args)
     if balance is not None and train is not None:
         train = BalancedDataset(train, balance)

@@ -82,7 +82,10 @@ def _read(datasets: list[Any], config: PackedDatasetConfig) -> _Reading:
     for number, dataset in enumerate(corpora_of(datasets)):
         place = f"{dataset.index_split.name} split of {dataset.dataset_path}"
         fields[f"#{number}"] = place
-        fields |= {f"{place}: {name}": value for name, value in _flat(dataset.unique_identifiers)}
+        described = dataset.unique_identifiers | {
+            "target_weights": dataset.target_weights and dataset.target_weights.identity
+        }
+        fields |= {f"{place}: {name}": value for name, value in _flat(described)}
     tops = list(_tops(datasets))
     for blend in tops:
         if hasattr(blend, "weights"):

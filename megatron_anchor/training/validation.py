@@ -18,6 +18,7 @@ from megatron_anchor.attention.gather import Memory
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.attention.router import unsupported_reasons
 from megatron_anchor.errors import UserError
+from megatron_anchor.packing import length_schedule
 from megatron_anchor.packing.anchor_token import check_anchor
 from megatron_anchor.packing.patterns import attention_patterns
 from megatron_anchor.terminal import say
@@ -27,6 +28,7 @@ from megatron_anchor.training import (
     last_checkpoints,
     latent_rules,
     multi_token_rules,
+    number_rules,
     run_rules,
     saved_checkpoints,
     sharding_rules,
@@ -55,6 +57,8 @@ def refusals(args: Namespace) -> list[str]:
     Returns:
         Reasons, empty when all is well.
     """
+    if without_meaning := list(number_rules.refusals(args)):
+        return without_meaning
     return [reason for rule in RULES for reason in rule(args)]
 
 
@@ -223,7 +227,7 @@ def _divisibility(args: Namespace) -> Iterator[str]:
     elif cp > 1 and next(context_refusals(args), None) is None:
         split = context_parallel(args)
         if split.kind != TRANSFORMER_ENGINE and (
-            reason := ulysses.why_not(
+            reason := ulysses.unsupported_reason(
                 query_heads=heads // tp, kv_heads=max(1, groups // tp), cp_size=split.heads_ranks
             )
         ):
@@ -332,24 +336,25 @@ def _packing(args: Namespace) -> Iterator[str]:
         yield str(error)
 
 
-def _balance(args: Namespace) -> Iterator[str]:
-    if not args.balance_attention_work:
-        return
-    if args.step_batch_size_schedule is not None:
-        yield (
-            "--balance-attention-work orders the samples of batches of one size; leave out "
-            "--step-batch-size-schedule"
-        )
-    if args.decrease_batch_size_if_needed:
-        yield (
-            "--balance-attention-work orders the samples of batches of one size; leave out "
-            "--decrease-batch-size-if-needed"
-        )
-    if args.dataloader_type not in (None, "single"):
-        yield (
-            f"--balance-attention-work needs --dataloader-type single, got {args.dataloader_type}: "
-            "others choose the samples of a batch by themselves"
-        )
+def _batches(args: Namespace) -> Iterator[str]:
+    """Rules of what looks at whole global batches."""
+    text = args.document_length_schedule
+    yield from length_schedule.refusals(text, sequence_length=_length(args) or 0)
+    for flag, why in (
+        ("--balance-attention-work" * args.balance_attention_work, "orders the samples of batches"),
+        ("--document-length-schedule" * bool(text), "bounds the samples of batches alike"),
+    ):
+        if not flag:
+            continue
+        if args.step_batch_size_schedule is not None:
+            yield f"{flag} {why} of one size; leave out --step-batch-size-schedule"
+        if args.decrease_batch_size_if_needed:
+            yield f"{flag} {why} of one size; leave out --decrease-batch-size-if-needed"
+        if args.dataloader_type not in (None, "single"):
+            yield (
+                f"{flag} needs --dataloader-type single, got {args.dataloader_type}: others choose "
+                "the samples of a batch by themselves"
+            )
 
 
 def _bad_batch(args: Namespace) -> Iterator[str]:
@@ -381,7 +386,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     data_arguments.refusals,
     run_rules.refusals,
     sharding_rules.refusals,
-    _balance,
+    _batches,
     _bad_batch,
     saved_checkpoints.refusals,
     last_checkpoints.refusals,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_anchor.corpus.manifest import DomainCount, KeyManifest
+from megatron_anchor.indexed.manifest import DomainCount, KeyManifest
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.patterns import attention_patterns
 

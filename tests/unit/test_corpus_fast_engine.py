@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from megatron_anchor.corpus import TokenizerConfig, load_tokenizer
-from megatron_anchor.corpus.tokenizers import choose_engine
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe
-from megatron_anchor.corpus.tokenizers.byte_level import TextProof, unproven
-from megatron_anchor.corpus.tokenizers.tiktoken_ranks import PATTERNS
 from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers import choose_engine
+from megatron_anchor.tokenizers.base import EngineRecipe
+from megatron_anchor.tokenizers.byte_level import TextProof, unproven
+from megatron_anchor.tokenizers.tiktoken_ranks import PATTERNS
 from tests.corpus_fixtures import HOSTILE, folder
 
 gigatoken = pytest.importorskip("gigatoken")

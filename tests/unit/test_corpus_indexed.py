@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_anchor.corpus import IndexedCorpus, token_dtype
-from megatron_anchor.corpus.indexed import write_index
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.pair import write_index
 
 
 def make(prefix: Path, documents, dtype=np.uint16) -> IndexedCorpus:
@@ -97,11 +97,11 @@ def test_damaged_files_are_told_apart(tmp_path):
         with pytest.raises(UserError, match=message):
             IndexedCorpus.open(tmp_path / "c")
 
-    broken(b"", "not a Megatron index")
-    broken(b"PK\x03\x04" + idx[4:], "not a Megatron index")
+    broken(b"", "is truncated: it has 0 bytes")
+    broken(b"PK\x03\x04" + idx[4:], "no index of a Megatron corpus")
     broken(idx[:-1], "cut short")
     broken(idx[:9] + struct.pack("<Q", 2) + idx[17:], "version 2")
-    broken(idx[:17] + b"\x63" + idx[18:], "dtype code 99")
+    broken(idx[:17] + b"\x63" + idx[18:], "tokens of type 99")
     (tmp_path / "c.idx").write_bytes(idx)
     (tmp_path / "c.bin").write_bytes(b"\x01")
     with pytest.raises(UserError, match="no whole number"):

@@ -68,7 +68,7 @@ def test_the_result_is_megatron_s_merge(tmp_path):
 def test_offsets_beyond_2_to_32_survive_merging(tmp_path, monkeypatch):
     """Two corpora of 6 GB as holes; only the copying of their tokens is left out."""
     from megatron_anchor.corpus import merge
-    from megatron_anchor.corpus.indexed import write_index
+    from megatron_anchor.indexed.pair import write_index
 
     lengths = np.array([2**30, 2**29, 3], np.int32)
     for name in "ab":

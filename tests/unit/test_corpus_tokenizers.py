@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.corpus import TokenizerConfig, hub, load_tokenizer
-from megatron_anchor.corpus.tokenizers import choose_engine
-from megatron_anchor.corpus.tokenizers.base import EngineRecipe
 from megatron_anchor.errors import UserError
+from megatron_anchor.tokenizers import TokenizerConfig, choose_engine, hub, load_tokenizer
+from megatron_anchor.tokenizers.base import EngineRecipe
 from tests.corpus_fixtures import (
     HOSTILE,
     SPECIALS,
@@ -145,7 +144,7 @@ def test_sentencepiece_ids_equal_the_library_and_control_pieces_stay_text():
 def test_tiktoken_ids_equal_the_library_and_special_strings_stay_text():
     import tiktoken
 
-    from megatron_anchor.corpus.tokenizers.tiktoken_ranks import PATTERNS
+    from megatron_anchor.tokenizers.tiktoken_ranks import PATTERNS
 
     config = {"tiktoken_pattern": "cl100k", "tokenizer_special_tokens": ("<s>", "</s>")}
     tokenizer = load(tiktoken_ranks(), **config)

@@ -13,11 +13,11 @@ from megatron_anchor.corpus import PreprocessConfig, TokenizerConfig, preprocess
 from megatron_anchor.corpus.upsampling import (
     make_document_list,
     parse_mixture,
-    read_document_list,
     target_shares,
     upsample,
 )
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.document_lists import read_document_list
 from tests.corpus_fixtures import texts
 
 DOMAINS = st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=40), min_size=1, max_size=4)

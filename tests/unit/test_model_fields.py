@@ -41,7 +41,9 @@ RUN_ALONE = {
 OF_SAMPLES_OR_RUN = {
     "ours": "allow_model_change anchor_attention_backend anchor_context_parallel "
     "anchor_first_token_loss balance_attention_work document_alignment document_list "
-    "domain_tag_format domain_tags dump_bad_batch interleave_chunks interleave_max_chunk_length "
+    "document_length_schedule loss_weighting effective_context_alpha effective_context_gamma "
+    "effective_context_tail domain_tag_format domain_tags dump_bad_batch interleave_chunks "
+    "interleave_max_chunk_length "
     "interleave_max_chunks interleave_min_chunk_length kv_gather_memory_mib packing "
     "pad_documents_to save_last save_last_every"
 }

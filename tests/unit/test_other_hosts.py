@@ -1,4 +1,4 @@
-"""Other versions of Megatron, torch and Python: what is judged by features, and what is promised."""
+"""Other versions of Megatron, torch and Python: judged by features; and what is promised."""
 
 import runpy
 import subprocess

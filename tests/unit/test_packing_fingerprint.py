@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import _IndexWriter
 
-from megatron_anchor.packing.fingerprint import BLOCK, BLOCKS, fingerprint
+from megatron_anchor.indexed.fingerprint import BLOCK, BLOCKS, fingerprint
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK * BLOCKS, BLOCK * BLOCKS + 1, 5 * BLOCK * BLOCKS])

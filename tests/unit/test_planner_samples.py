@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_anchor.corpus.indexed import write_index
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.pair import write_index
 from megatron_anchor.packing.index import concatenate, count_slots
 from megatron_anchor.planner.lengths import Lengths, find_lengths, of_corpus
 from megatron_anchor.planner.samples import TILE, attention_work, cut, lay_out

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -261,16 +262,63 @@ def training_job(tmp_path):
         job.wait()
 
 
-def test_a_job_that_is_told_to_end_saves_and_says_that_it_goes_on(training_job, tmp_path):
-    """The signal goes to all processes of the job, as Slurm sends it."""
+@pytest.mark.parametrize("send", [os.killpg, os.kill])
+def test_a_job_that_is_told_to_end_saves_and_says_that_it_goes_on(training_job, tmp_path, send):
+    """All processes of the job get the signal, or the recipe's shell alone: Slurm does both."""
     job = training_job(saved=120, SAVE_ON_TERM="1")
-    os.killpg(job.pid, signal.SIGTERM)
+    send(job.pid, signal.SIGTERM)
     said, _ = job.communicate(timeout=30)
     assert job.returncode == 75, said
     assert "has iteration 120 of 2000: start this again to go on" in said
     command = (tmp_path / "command").read_text()
     assert " --exit-signal-handler " in command
     assert " --signals-to-handle SIGINT,SIGHUP,SIGQUIT " in command
+
+
+LAUNCHER = """\
+import subprocess, sys
+
+rank = subprocess.Popen([sys.executable, "rank.py"], start_new_session=True)
+sys.exit(rank.wait())
+"""
+RANK = """\
+import pathlib, signal, time
+
+time.sleep(1)  # no handler yet: Megatron installs its own while it starts
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+deadline = time.monotonic() + 20
+while not told and time.monotonic() < deadline:
+    time.sleep(0.05)
+time.sleep(1.5)  # saving
+pathlib.Path("told").write_text(str(len(told)))
+"""
+
+
+def test_a_rank_gets_the_signal_once_and_not_before_it_handles_it(tmp_path):
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    (tmp_path / "rank.py").write_text(RANK)
+    forward = [sys.executable, ROOT / "examples/recipe/forward_term.py"]
+    job = subprocess.Popen([*forward, sys.executable, "launcher.py"], cwd=tmp_path)
+    deadline = time.monotonic() + 20
+    while len(psutil.Process(job.pid).children(recursive=True)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for _ in range(2):
+        job.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert job.wait(60) == 0
+    assert (tmp_path / "told").read_text() == "1"
+
+
+@pytest.mark.parametrize("name", ["my work", "w*k", "w[1]"])
+def test_a_folder_that_flags_cannot_name_is_refused_before_anything_runs(tmp_path, name):
+    for given in ({"WORK": name}, {"WORK": str(tmp_path / name / "x")}):
+        said = recipe("llama_2_7b_64k", cwd=tmp_path, expect=1, DRY_RUN="1", **given)
+        assert "has a space or a wildcard: set WORK to another" in said
+    (tmp_path / name).mkdir()
+    said = recipe("llama_2_7b_64k", cwd=tmp_path / name, expect=1, DRY_RUN="1")
+    assert "has a space or a wildcard" in said
 
 
 def test_a_training_that_ends_early_and_saved_nothing_is_no_success(training_job, tmp_path):

@@ -54,7 +54,7 @@ def test_no_call_leaves_it_to_transformers_whether_to_run_a_folders_code():
         for place, keywords in calls.items()
         if ast.unparse(keywords["trust_remote_code"]) != "False"
     }
-    assert trusting == {"megatron_anchor/corpus/tokenizers/huggingface.py"}  # --trust-remote-code
+    assert trusting == {"megatron_anchor/tokenizers/huggingface.py"}  # --trust-remote-code
 
 
 EVIL = """

@@ -1,7 +1,8 @@
 """What Transformer Engine cannot do with packed documents, or does wrong without a word.
 
 Each rule states what was found in Transformer Engine 2.20 (its selector of kernels,
-``dot_product_attention/utils.py``, and its context parallelism, ``context_parallel.py``).
+``dot_product_attention/utils.py``, and its context parallelism, ``context_parallel.py``), or reads
+in the release notes of 2.21, whose code was not at hand.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 from packaging.version import Version
 
-from megatron_anchor.attention.backends.flash import RELEASES, Release, release_why_not
+from megatron_anchor.attention.backends.flash import RELEASES, Release, unsupported_in_release
 from megatron_anchor.attention.backends.request import (
     AttentionRequest,
     needs_device,
@@ -26,8 +27,13 @@ WITHOUT_CP = "2.2"
 BROKEN_CUDNN = (91000, 91001)
 """Releases of cuDNN that Transformer Engine avoids for their known bugs."""
 
-FLASH_2_BEFORE = "2.8.4"
-"""First FlashAttention 2 that Transformer Engine does not take (``FlashAttentionUtils``)."""
+FLASH_2_BEFORE = (("0", "2.8.4"), ("2.21", "2.8.5"))
+"""From which Transformer Engine on which first FlashAttention 2 it does not take
+(``FlashAttentionUtils``; pull request 3403 for 2.21), ascending."""
+
+FLASH_4_256 = "2.21"
+"""First Transformer Engine that says that it trains with FlashAttention 4 and head dimension 256
+over packed documents (pull request 3540)."""
 
 FLASH_2_WIDE = ((8, 0), (9, 0), (10, 0), (12, 0))
 """Where it takes FlashAttention 2 for head dimensions above 192."""
@@ -35,7 +41,7 @@ FLASH_2_WIDE = ((8, 0), (9, 0), (10, 0), (12, 0))
 OTHERS = "use --anchor-attention-backend varlen or flash"
 
 
-def why_not(request: AttentionRequest) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """Give the first reason why Transformer Engine cannot serve, or None."""
     return next((reason for rule in RULES if (reason := rule(request))), None)
 
@@ -171,7 +177,7 @@ def _kernel(request: AttentionRequest) -> str | None:
             f"--attention-backend {request.preferred} keeps Transformer Engine from its fused "
             "kernels, and its other one builds S x S scores; leave the flag out"
         )
-    no_cudnn, no_flash = _cudnn_why_not(request), _flash_why_not(request)
+    no_cudnn, no_flash = _cudnn_unsupported(request), _flash_unsupported(request)
     if no_cudnn and no_flash:
         instead = "use --cp-comm-type a2a (Ulysses)" if request.te_context_parallel else OTHERS
         return (
@@ -189,7 +195,7 @@ def _kernel(request: AttentionRequest) -> str | None:
     return None
 
 
-def _cudnn_why_not(request: AttentionRequest) -> str | None:
+def _cudnn_unsupported(request: AttentionRequest) -> str | None:
     """cuDNN's kernels for training (``fused_attn.cpp``) and what the selector holds back."""
     name, capability = request.hardware.name, request.hardware.capability
     assert capability is not None
@@ -241,7 +247,7 @@ def _dotted(version: int) -> str:
     return f"{version // major}.{version % major // 100}.{version % 100}"
 
 
-def _flash_why_not(request: AttentionRequest) -> str | None:
+def _flash_unsupported(request: AttentionRequest) -> str | None:
     """Say why Transformer Engine would take no flash-attn, or None."""
     if request.preferred == "fused":
         return "--attention-backend fused excludes it; leave that flag out"
@@ -251,7 +257,7 @@ def _flash_why_not(request: AttentionRequest) -> str | None:
     for release in RELEASES:
         if not release.capabilities[0] <= capability < release.capabilities[1]:
             continue
-        reason = release_why_not(release, request) or _release_in_te(release, request)
+        reason = unsupported_in_release(release, request) or _release_in_te(release, request)
         if reason is None:
             return None
         reasons.append(reason)
@@ -261,10 +267,17 @@ def _flash_why_not(request: AttentionRequest) -> str | None:
 def _release_in_te(release: Release, request: AttentionRequest) -> str | None:
     """What Transformer Engine's selector asks of flash-attn beyond what flash-attn does."""
     capability, found = request.hardware.capability, request.hardware.packages[release.package]
-    if release.number == 2 and Version(found) >= Version(FLASH_2_BEFORE):
+    own = Version(request.hardware.packages["transformer-engine"])
+    before = [before for since, before in FLASH_2_BEFORE if own >= Version(since)][-1]
+    if release.number == 2 and Version(found) >= Version(before):
         return (
-            f"Transformer Engine takes FlashAttention 2 before {FLASH_2_BEFORE}, found {found}; "
+            f"Transformer Engine {own} takes FlashAttention 2 before {before}, found {found}; "
             "install an older one"
+        )
+    if release.number == 4 and request.head_dim == 256 and own < Version(FLASH_4_256):
+        return (
+            "FlashAttention 4 trains head dimension 256 over packed documents from Transformer "
+            f"Engine {FLASH_4_256} on, found {own}; upgrade it"
         )
     if release.number == 2 and request.head_dim > 192 and capability not in FLASH_2_WIDE:
         return (
