@@ -26,6 +26,7 @@ from megatron_anchor.checkpoint.families import (
     rules_for,
     stacked,
 )
+from megatron_anchor.checkpoint.finite import NonFinite
 from megatron_anchor.checkpoint.hugging_face_config import (
     architecture,
     config_for,
@@ -73,6 +74,7 @@ def convert_to_hugging_face(
     ignored_arguments: Sequence[str] = (),
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    allow_non_finite: bool = False,
     progress: bool = True,
 ) -> Exported:
     """Export a checkpoint; nothing is left behind when it fails.
@@ -88,6 +90,7 @@ def convert_to_hugging_face(
         ignored_arguments: of the run, which no family can represent and the user leaves out.
         dtype: of the weights; None: as stored.
         shard_bytes: largest size of a weight file.
+        allow_non_finite: export weights that are NaN or Inf, too.
         progress: show a bar.
 
     Raises:
@@ -125,14 +128,18 @@ def convert_to_hugging_face(
                 desc="to Hugging Face",
             ) as bar,
         ):
+            found, dtypes = NonFinite(), {plan.name: plan.dtype for plan in plans}
 
             def blocks(name: str) -> Iterator[np.ndarray]:
                 for block in stored.blocks(name):
+                    found.look_at(name, block, dtypes[name])
                     yield block
                     bar.update(block.size)
 
             stored.check_zeros()
             names = write_weights(temporary, plans, blocks, shard_bytes=shard_bytes)
+            if not allow_non_finite:
+                found.refuse(str(source), dtype=dtype)
             _write_json(temporary / "config.json", new_config)
             _write_companions(temporary, model, config, folder)
     return Exported(model, len(plans), total, names, None if folder is None else str(folder), notes)

@@ -313,8 +313,8 @@ def test_a_rank_gets_the_signal_once_and_not_before_it_handles_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["my work", "w*k", "w[1]"])
 def test_a_folder_that_flags_cannot_name_is_refused_before_anything_runs(tmp_path, name):
-    for given in ({"WORK": name}, {"WORK": str(tmp_path / name / "x")}):
-        said = recipe("llama_2_7b_64k", cwd=tmp_path, expect=1, DRY_RUN="1", **given)
+    for work in (name, str(tmp_path / name / "x")):
+        said = recipe("llama_2_7b_64k", cwd=tmp_path, expect=1, DRY_RUN="1", WORK=work)
         assert "has a space or a wildcard: set WORK to another" in said
     (tmp_path / name).mkdir()
     said = recipe("llama_2_7b_64k", cwd=tmp_path / name, expect=1, DRY_RUN="1")
