@@ -13,6 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_anchor.corpus.duplicate_keys import (
+    DuplicateKeyError,
+    may_have_duplicates,
+    strict_loads,
+)
 from megatron_anchor.corpus.pretokenized import SpanError, split_spans
 from megatron_anchor.corpus.readers import BOM, Chunk
 from megatron_anchor.corpus.rejections import Rejection
@@ -78,7 +83,7 @@ def parse_chunk(chunk: Chunk, options: RowOptions) -> ParsedChunk:
                 assert raw is not None
                 value = dict.fromkeys(options.keys, _text_file(raw))
             elif raw is not None:
-                value = _load(raw, quick=not options.pretokenized)
+                value = _load(raw, options)
             documents = _documents(value, number, chunk.domain, options)
         except _RowError as bad:
             kind, detail = bad.args
@@ -127,23 +132,34 @@ def _values(chunk: Chunk, parsed: ParsedChunk) -> Iterator[tuple[int, bytes | No
             yield number, None, record
 
 
-def _load(raw: bytes, *, quick: bool) -> Any:
+def _load(raw: bytes, options: RowOptions) -> Any:
     """A row's value. `orjson` may read good rows (it is twice as fast); `json` judges the others.
 
-    Numbers over 64 bits differ between the two, so `quick` is off where numbers matter.
+    Numbers over 64 bits differ between the two, so `json` reads rows of ids.
     """
-    if quick and _quick is not None:
+    keys = (*options.keys, *filter(None, [options.domain_key]))
+    if options.pretokenized:
+        keys += ("source",)
+    doubled = may_have_duplicates(raw, keys)
+    if _quick is not None and not doubled and not options.pretokenized:
         try:
             return _quick.loads(raw)
         except ValueError:
             pass
     text = _decoded(raw)
     try:
-        return json.loads(text)
+        return strict_loads(text, keys) if doubled else json.loads(text)
+    except DuplicateKeyError as error:
+        [key] = error.args
+        raise _RowError(
+            "duplicate key", f"an object has {key!r} twice, and one value would be lost"
+        ) from None
     except RecursionError:
         raise _RowError("malformed JSON", "nested too deeply") from None
     except ValueError as error:
-        hint = ""
+        if str(error).startswith("Exceeds the limit"):
+            raise _RowError("malformed JSON", "a number has more than 4300 digits") from None
+        hint = _other_encoding(raw)
         if str(error).startswith("Extra data"):
             hint = "; it looks like several JSON values: give each a line in a .jsonl file"
         raise _RowError("malformed JSON", f"{error}{hint}") from None
@@ -157,8 +173,19 @@ def _decoded(raw: bytes) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        place = f"byte {raw[error.start]:#04x} at {error.start}"
+        place = f"byte {raw[error.start]:#04x} at {error.start}{_other_encoding(raw)}"
         raise _RowError("invalid UTF-8", place) from None
+
+
+def _other_encoding(raw: bytes) -> str:
+    """A hint where the bytes are text of another encoding, or compressed."""
+    if raw.startswith(b"\x1f\x8b"):
+        return "; it looks like gzip: let the file's name end with .gz"
+    if raw.startswith(b"\x28\xb5\x2f\xfd"):
+        return "; it looks like zstd: let the file's name end with .zst"
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in raw[:200]:
+        return "; it looks like UTF-16 or UTF-32: convert it (iconv -f UTF-16 -t UTF-8)"
+    return ""
 
 
 def _documents(record: Any, number: int, domain: str, options: RowOptions) -> list[Document]:
