@@ -2,7 +2,11 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help demo test test-te test-gpu lint bench docs clean
+# gpu-report alone uses a Python of yours, which has torch already.
+PYTHON ?= python3
+MINUTES ?= 8
+
+.PHONY: help demo test test-te test-gpu gpu-report lint bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
@@ -18,6 +22,9 @@ test-te: .venv-te/.ready  ## Transformer Engine's own Python code, without a GPU
 
 test-gpu: $(VENV)/.ready  ## kernels and training on one GPU
 	$(PY) -m pytest tests/gpu
+
+gpu-report:  ## kernels, training steps and speed on your GPU, in MINUTES=8, by PYTHON=python3
+	$(PYTHON) benchmarks/gpu_report.py --minutes $(MINUTES)
 
 lint: $(VENV)/.ready  ## format and type checks
 	$(VENV)/bin/ruff format --check .

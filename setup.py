@@ -38,7 +38,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.18"],
         "flash": ["flash-attn>=2.8"],
         "plot": ["matplotlib>=3.9"],
-        "eval": ["lm-eval[ruler]>=0.4.9"],
+        "eval": ["lm-eval[hf,ruler]>=0.4.9"],
         "zstd": ["zstandard>=0.23"],
         "fast": ["gigatoken>=0.10", "orjson"],
         "ray": ["ray>=2.40"],

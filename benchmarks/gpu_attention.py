@@ -32,6 +32,11 @@ from megatron_anchor.attention.packed import pack_micro_batch
 
 SEQ_LENGTHS, QUICK_SEQ_LENGTHS = [16384, 65536, 131072], [256, 1024]
 BACKWARD_OVER_FORWARD = 2.5
+PICTURE = {
+    "title": "Attention forward and backward",
+    "value": "TFLOP/s",
+    "label": "TFLOP/s of visible pairs",
+}
 
 
 def serving_backends(options: argparse.Namespace) -> list[str]:
@@ -175,17 +180,16 @@ def main() -> None:
                 row |= gpu_lengths.attempt(measure, name, lengths, options)
             rows.append(row)
             print(f"{tokens} {lengths_name} {pattern} {name} {row['note'] or 'done'}", flush=True)
-    add_shares(rows)
-    columns = dict.fromkeys(key for row in rows for key in row if key != "note")
-    rows = [{key: row.get(key) for key in [*columns, "note"]} for row in rows]
+            add_shares(rows)
+            if options.output:
+                gpu_lengths.save(options.output.with_suffix(".json"), rows)
+    rows = gpu_lengths.in_columns(rows)
     print(gpu_lengths.table(rows))
     if options.output:
         gpu_lengths.write(
             options.output,
             rows,
-            title="Attention forward and backward",
-            value="TFLOP/s",
-            label="TFLOP/s of visible pairs",
+            **PICTURE,
         )
 
 

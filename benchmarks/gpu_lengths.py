@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron_anchor.planner import lengths as tables
+from megatron_anchor.whole_files import atomic_write_text
 
 DRAWS = 21
 
@@ -92,6 +93,12 @@ def machine() -> dict[str, str]:
     }
 
 
+def in_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the same keys in the same order, the note last."""
+    columns = dict.fromkeys(key for row in rows for key in row if key != "note")
+    return [{key: row.get(key) for key in [*columns, "note"]} for row in rows]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Lay rows out as a Markdown table; numbers keep four digits."""
     columns = list(rows[0])
@@ -110,6 +117,14 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def save(path: Path, rows: list[dict[str, Any]], *, title: str = "") -> None:
+    """Write the rows as JSON, whole or not at all: the program may be ended at any time."""
+    content = {"title": title, "machine": machine(), "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write_text(path) as stream:
+        stream.write(json.dumps(content, indent=1) + "\n")
+
+
 def write(output: Path, rows: list[dict[str, Any]], *, title: str, value: str, label: str) -> None:
     """Write the rows as JSON and Markdown, and one of their columns as a picture.
 
@@ -120,11 +135,8 @@ def write(output: Path, rows: list[dict[str, Any]], *, title: str, value: str, l
         value: column to draw against ``tokens``.
         label: of that column, with its unit.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    where = machine()
-    content = {"title": title, "machine": where, "rows": rows}
-    output.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    about = "\n".join(f"- {key}: {text}" for key, text in where.items())
+    save(output.with_suffix(".json"), rows, title=title)
+    about = "\n".join(f"- {key}: {text}" for key, text in machine().items())
     output.with_suffix(".md").write_text(f"# {title}\n\n{about}\n\n{table(rows)}\n")
     try:
         draw(output.with_suffix(".png"), rows, title=title, value=value, label=label)
@@ -133,14 +145,27 @@ def write(output: Path, rows: list[dict[str, Any]], *, title: str, value: str, l
 
 
 def draw(path: Path, rows: list[dict[str, Any]], *, title: str, value: str, label: str) -> None:
-    """Draw one line a kernel and pattern, one panel a table of lengths."""
+    """Draw one line for each kernel and pattern, one panel for each table of lengths."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = list(dict.fromkeys(row["lengths"] for row in rows if row["pattern"] != "full"))
-    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
-    figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(panels_of(rows)), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
+    draw_row(figure, rows, title=title, value=value, label=label)
+    figure.savefig(path, dpi=130)
+
+
+def panels_of(rows: list[dict[str, Any]]) -> list[str]:
+    """The tables of lengths, one panel each."""
+    return list(dict.fromkeys(row["lengths"] for row in rows if row["pattern"] != "full"))
+
+
+def draw_row(
+    figure: Any, rows: list[dict[str, Any]], *, title: str, value: str, label: str
+) -> None:
+    """Draw the panels of `draw` into a figure, or a part of one."""
+    panels = panels_of(rows)
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     for panel, axes in zip(
         panels, figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], strict=True
     ):
@@ -162,7 +187,8 @@ def draw(path: Path, rows: list[dict[str, Any]], *, title: str, value: str, labe
         axes.set_xticks(ticks, [f"{t // 1024}K" if t >= 1024 else str(t) for t in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylim(bottom=0)  # shared by all, so only now that all are drawn
-    figure.axes[0].legend(fontsize=8)
+    first = figure.axes[-len(panels)]
+    first.set_ylim(bottom=0)  # shared by all, so only now that all are drawn
+    if first.get_legend_handles_labels()[0]:
+        first.legend(fontsize=8)
     figure.suptitle(title)
-    figure.savefig(path, dpi=130)

@@ -32,6 +32,7 @@ from megatron_anchor.attention.backends import (
 from megatron_anchor.attention.packed import pack_micro_batch
 
 SEQ_LENGTHS, QUICK_SEQ_LENGTHS = [16384, 65536, 131072], [256, 512]
+PICTURE = {"value": "tokens/s", "label": "tokens per second"}
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,14 @@ def kernels(shape: Shape, options: argparse.Namespace) -> list[str]:
     return [name for name in BACKENDS if load_backend(name).why_not(request) is None]
 
 
+def add_ratio(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Add what documents save, where the step over one document was measured."""
+    same = [r for r in rows if (r["tokens"], r["kernel"]) == (row["tokens"], row["kernel"])]
+    full = next(r for r in same if r["pattern"] == "full")
+    if "step s" in row and "step s" in full:
+        row["full / this"] = full["step s"] / row["step s"]
+
+
 def main() -> None:
     """Measure all cases and print one table."""
     parser = argparse.ArgumentParser(
@@ -216,21 +225,17 @@ def main() -> None:
                     row |= gpu_lengths.attempt(measure, name, lengths, shape, options)
                 rows.append(row)
                 print(f"{tokens} {lengths_name} {name} {row['note'] or 'done'}", flush=True)
-    for row in rows:
-        same = [r for r in rows if (r["tokens"], r["kernel"]) == (row["tokens"], row["kernel"])]
-        full = next(r for r in same if r["pattern"] == "full")
-        if "step s" in row and "step s" in full:
-            row["full / this"] = full["step s"] / row["step s"]
-    columns = dict.fromkeys(key for row in rows for key in row if key != "note")
-    rows = [{key: row.get(key) for key in [*columns, "note"]} for row in rows]
+                add_ratio(row, rows)
+                if options.output:
+                    gpu_lengths.save(options.output.with_suffix(".json"), rows)
+    rows = gpu_lengths.in_columns(rows)
     print(gpu_lengths.table(rows))
     if options.output:
         gpu_lengths.write(
             options.output,
             rows,
             title=f"Training step, {shape.layers} layers of {shape.hidden}",
-            value="tokens/s",
-            label="tokens a second",
+            **PICTURE,
         )
     torch.distributed.destroy_process_group()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from megatron_anchor.errors import UserError
+from megatron_anchor.flags import tell_default
 from megatron_anchor.terminal import say
 
 FAILED, WRONG = 1, 2
@@ -24,7 +25,24 @@ Main = Callable[[Sequence[str] | None], int]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that answers a wrong argument with one line instead of all flags."""
+    """A parser that answers a wrong argument with one line instead of all flags.
+
+    Its help begins with what must be given, not with all flags, and tells the default of each.
+    """
+
+    def format_usage(self) -> str:
+        """The arguments that must be given; help lists the others."""
+        needed = [a for a in self._actions if a.required or not a.option_strings]
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, needed, [])
+        return f"{formatter.format_help().rstrip()} [flags]\n"
+
+    def format_help(self) -> str:
+        """Usage, flags with their defaults, and the example."""
+        for action in self._actions:
+            tell_default(action)
+        _, _, rest = super().format_help().partition("\n\n")
+        return f"{self.format_usage()}\n{rest}"
 
     def error(self, message: str) -> NoReturn:
         """End with a message; file names in the arguments may hold control characters."""

@@ -172,12 +172,16 @@ def _call(command: Command, arguments: Sequence[str]) -> int:
 
 def _show_help(command: Command, arguments: Sequence[str]) -> int:
     """A command's own help, with the examples in the words of this command line."""
-    text = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(text):
-            return _call(command, arguments)
-    finally:
-        say_block(_in_our_words(text.getvalue()).rstrip("\n"))
+
+    def show(words: Sequence[str] | None) -> int:
+        text = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(text):
+                return _load(command.main)(words)
+        finally:
+            say_block(_in_our_words(text.getvalue()).rstrip("\n"))
+
+    return run(show, arguments)
 
 
 def _in_our_words(text: str) -> str:

@@ -12,7 +12,7 @@ gives other names.
 import ast
 import inspect
 import types
-from argparse import ArgumentParser, _ArgumentGroup
+from argparse import SUPPRESS, Action, ArgumentParser, BooleanOptionalAction, _ArgumentGroup
 from dataclasses import Field, fields
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -32,6 +32,26 @@ def add_flags(parser: ArgumentParser | _ArgumentGroup, settings: type) -> None:
         help_text = help_of.get(one.name, "").replace("%", "%%")
         names, options = _flag(one, types_of[one.name])
         parser.add_argument(*names, dest=one.name, default=one.default, help=help_text, **options)
+
+
+def tell_default(action: Action) -> None:
+    """Add a flag's default to its help, unless the help speaks of it already.
+
+    None, empty lists and switches that are off have none to tell.
+    """
+    default, told = action.default, action.help or ""
+    if not action.option_strings or default is SUPPRESS or "default" in told.lower():
+        return
+    if isinstance(default, bool):
+        if not isinstance(action, BooleanOptionalAction):
+            return
+        long = action.option_strings[0]
+        default = long if default else long.replace("--", "--no-", 1)
+    elif default is None or default in ((), [], ""):
+        return
+    elif isinstance(default, list | tuple):
+        default = " ".join(map(str, default))
+    action.help = f"{told} (default {str(default).replace('%', '%%')})".lstrip()
 
 
 def docstrings(settings: type) -> dict[str, str]:

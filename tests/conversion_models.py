@@ -29,6 +29,8 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0}
+PLAIN = {"rope_type": "default", "rope_theta": 3e4}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 MODELS = {
     "llama": ("Llama", {}),
@@ -44,11 +46,55 @@ MODELS = {
     ),
     "llama mlp bias": ("Llama", {"mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral, window": ("Mistral", {"sliding_window": 7}),
+    "smollm3": ("SmolLM3", {"pad_token_id": None}),
+    "smollm3, uneven layers with a window, biases": (
+        "SmolLM3",
+        {
+            **{"pad_token_id": None, "no_rope_layers": [1, 0, 0, 1], "tie_word_embeddings": False},
+            **{"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN},
+            **{"use_sliding_window": True, "sliding_window": 9},
+            "layer_types": [SLIDING, FULL, SLIDING, SLIDING],
+        },
+    ),
     "qwen2": ("Qwen2", {}),
+    "qwen2, window in the upper layers": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    ),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 untied": ("Qwen3", {"head_dim": 8}),
+    "qwen3, window in every second layer": (
+        "Qwen3",
+        {
+            **{"use_sliding_window": True, "sliding_window": 5, "head_dim": 16},
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+        },
+    ),
+    "mixtral, window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 6}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+            **{"sliding_window": 6, "swiglu_limit": 0.5},
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
+    "gpt-oss, other layers, no attention biases": (
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 16},
+            **{
+                "swiglu_limit": 2.0,
+                "sliding_window": 9,
+                "attention_bias": False,
+                "rope_parameters": PLAIN,
+            },
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+        },
+    ),
     "qwen3 moe": (
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},

@@ -91,6 +91,7 @@ in_a_setting() { # in_a_setting FLAG: whether other steps read what it says from
         --document-length-schedule) setting=GROW_FROM ;;
         --document-list) setting=UPSAMPLE ;;
         --data-path) setting=CORPUS ;;
+        --pretrained-checkpoint) setting=TUNE_FROM ;;
         --rotary-base) setting=ROPE_BASE ;;
         --rope-parameters) setting=ROPE_SCALING ;;
         --recompute-granularity) setting=RECOMPUTE ;;
@@ -156,6 +157,10 @@ ATTENTION=${ATTENTION:-anchor} MIXTURE=${MIXTURE:-}
 switch DOMAIN_TAGS INTERLEAVE UPSAMPLE
 ROPE_SCALING=${ROPE_SCALING:-none}
 LOSS_WEIGHTING=${LOSS_WEIGHTING:-uniform} GROW_FROM=${GROW_FROM:-}
+CHAT=${CHAT:-} CHAT_TEMPLATE=${CHAT_TEMPLATE:-} TUNE_FROM=${TUNE_FROM:-}
+[[ -z $CHAT || -z $DOMAIN_TAGS$UPSAMPLE$MIXTURE ]] ||
+    fail "CHAT=$CHAT: conversations have no domains; leave out DOMAIN_TAGS, UPSAMPLE and MIXTURE"
+[[ -n $CHAT || -z $CHAT_TEMPLATE ]] || fail "CHAT_TEMPLATE=$CHAT_TEMPLATE: only CHAT reads it"
 expect LOSS_WEIGHTING uniform document-mean document-sqrt effective-context
 [[ -z $GROW_FROM ]] || whole 2 GROW_FROM
 expect ATTENTION anchor intra-document intra-document-reset full anchor-masked
@@ -172,11 +177,12 @@ ARM+=${MIXTURE:+-${MIXTURE//[^[:alnum:].=_-]/-}} # its commas, too
 ARM+=-rope$ROPE_BASE
 [[ $ROPE_SCALING == none ]] || ARM+=-$ROPE_SCALING
 [[ $LOSS_WEIGHTING == uniform ]] || ARM+=-$LOSS_WEIGHTING
-ARM+=${GROW_FROM:+-from$GROW_FROM}
+ARM+=${GROW_FROM:+-from$GROW_FROM}${CHAT:+-answers}
 
 PATTERN_ARGS=(--attention-pattern "$ATTENTION" --anchor-token "$ANCHOR_TOKEN")
 [[ -z $DOMAIN_TAGS ]] || PATTERN_ARGS+=(--domain-tags)
 [[ -z $INTERLEAVE ]] || PATTERN_ARGS+=(--interleave-chunks)
+[[ -z $CHAT ]] || PATTERN_ARGS+=(--packing best-fit) # no conversation is cut that fits
 [[ $LOSS_WEIGHTING == uniform ]] || PATTERN_ARGS+=(--loss-weighting "$LOSS_WEIGHTING")
 
 rope_args() { # by how much the context grows decides over NTK and YaRN
@@ -229,6 +235,7 @@ RUN=${RUN:-$WORK/$ARM}       # what is trained
 printf -v LAST '%s/iter_%07d' "$RUN" "$TRAIN_ITERS"
 EXPORT=${EXPORT:-$WORK/$ARM-hf-$TRAIN_ITERS}
 DATA=${CORPUS}_text_document # as tools/preprocess_data.py names it
+[[ -z $CHAT ]] || DATA=$CORPUS-chat_messages_document
 GPUS=$((GPUS_PER_NODE * NNODES))
 if [[ -n $GROW_FROM ]]; then # documents have their whole length in the second half
     ((GROW_FROM < SEQ_LENGTH)) || fail "GROW_FROM=$GROW_FROM: expected less than SEQ_LENGTH=$SEQ_LENGTH"
@@ -265,6 +272,9 @@ arms:
   DOMAIN_TAGS=$DOMAIN_TAGS INTERLEAVE=$INTERLEAVE UPSAMPLE=$UPSAMPLE     1 switches on; MIXTURE=NAME=SHARE,...
   ROPE_BASE=$ROPE_BASE ROPE_SCALING=$ROPE_SCALING   none, ntk or yarn
   LOSS_WEIGHTING=$LOSS_WEIGHTING   uniform, document-mean, document-sqrt or effective-context
+  CHAT=$CHAT   conversations (.jsonl with messages): only answers are learned, in samples of whole
+                  conversations; CHAT_TEMPLATE=$CHAT_TEMPLATE   with generation tags, if the tokenizer's has none
+  TUNE_FROM=$TUNE_FROM   a trained arm to begin with, such as the extended model; default: the conversion
   GROW_FROM=$GROW_FROM   slots that documents are bounded to at first, growing until half of the training
 Texts of several words (TEXTS, EXTRA_ARGS, ...) are read with quotes as in a shell.
 DRY_RUN=1 prints the commands; TOY=1 runs them all on a CPU with a tiny model and short samples,

@@ -37,8 +37,17 @@ step_convert() {
 
 step_preprocess() { # a finished corpus is checked and kept
     local domains=()
-    words_of TEXTS # patterns stay patterns: the tool finds the files
     alone "$DATA"
+    if [[ -n $CHAT ]]; then
+        local template=()
+        words_of CHAT
+        [[ -z $CHAT_TEMPLATE ]] || template=(--chat-template "$CHAT_TEMPLATE")
+        run "$PYTHON" "$ROOT/tools/preprocess_data.py" --chat --input "${WORDS[@]}" \
+            --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL" "${template[@]}" \
+            --output-prefix "$CORPUS-chat" --resume
+        return
+    fi
+    words_of TEXTS # patterns stay patterns: the tool finds the files
     [[ -z $DOMAIN_KEY ]] || domains=(--domain-key "$DOMAIN_KEY")
     run "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "${WORDS[@]}" "${domains[@]}" \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL" --append-eod \
@@ -127,7 +136,7 @@ step_train() { # goes on where the last checkpoint of $RUN stands
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
         --data-path "$DATA" --split 100,0,0 --eval-iters 0 --eval-interval 1000000 \
         --data-cache-path "$WORK/cache" \
-        --pretrained-checkpoint "$START" --load "$RUN" --save "$RUN" --ckpt-format torch_dist \
+        --pretrained-checkpoint "${TUNE_FROM:-$START}" --load "$RUN" --save "$RUN" --ckpt-format torch_dist \
         --dist-ckpt-optim-fully-reshardable --save-interval "$SAVE_INTERVAL" "${handler[@]}" \
         --save-last "$SAVE_LAST" --save-last-every "$SAVE_LAST_EVERY" \
         --log-interval 1 --log-throughput --tensorboard-dir "$RUN/tensorboard" "${EXTRA[@]}"

@@ -33,6 +33,18 @@ class AnchorTransformerLayer(TransformerLayer):
             kwargs["padding_mask"] = self._router_mask(kwargs.get("packed_seq_params"))
         return super().forward(*args, **kwargs)
 
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's.
+
+        The schedule of --overlap-moe-expert-parallel-comm calls this and the router in turn, and
+        never the layer: the router is told here.
+        """
+        if self.is_moe_layer and "padding_mask" not in kwargs:
+            mask = self._router_mask(kwargs.get("packed_seq_params"))
+            router: Any = self.mlp.router
+            router.count_next(None if mask is None else mask.transpose(0, 1).bool())
+        return super()._forward_attention(*args, **kwargs)
+
     def _router_mask(self, packed: Any) -> RouterMask | None:
         if not isinstance(packed, AnchorPackedSeqParams) or packed.router is None:
             return None

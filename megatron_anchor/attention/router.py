@@ -81,6 +81,11 @@ class AnchorRouter(TopKRouter):
         if reasons := list(unsupported_reasons(self.config)):
             raise ValueError("\n".join(reasons))
         self._now: _Counted | None = None
+        self._next: Tensor | None = None
+
+    def count_next(self, table: Tensor | None) -> None:
+        """Give the table of a `RouterMask` to the next call that comes without one."""
+        self._next = table
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route every slot; let the statistics see the counted ones.
@@ -95,6 +100,8 @@ class AnchorRouter(TopKRouter):
         Raises:
             ValueError: without the table, in training with any statistic.
         """
+        if padding_mask is None:
+            padding_mask, self._next = self._next, None
         if padding_mask is None:
             if self.training and torch.is_grad_enabled() and self._has_statistics():
                 raise ValueError(

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from megatron_anchor.checkpoint.model_arguments import CARRIED, REQUIRED, WITHOUT_EFFECT
+from megatron_anchor.checkpoint.model_arguments import (
+    CARRIED,
+    REQUIRED,
+    WITHOUT_EFFECT,
+    Required,
+)
 from megatron_anchor.checkpoint.training_arguments import NOT_OF_THE_MODEL
 from megatron_anchor.errors import UserError
 
@@ -18,23 +24,29 @@ HARMLESS = {
 }
 """Name to the reason why its value does not matter."""
 
+NOTHING: Mapping[str, Required] = MappingProxyType({})
+
 FACTOR_OF_STOCK = 8.0
 """Megatron's own program drops --rope-scaling-factor on the way to its model, which has this."""
 
 
-def unrepresentable(given: Mapping[str, Any]) -> dict[str, str]:
-    """Find the arguments under which a run trained something that no family can say.
+def unrepresentable(
+    given: Mapping[str, Any], *, said: Mapping[str, Required] = NOTHING
+) -> dict[str, str]:
+    """Find the arguments under which a run trained something that its family cannot say.
 
     Args:
         given: of the run, as its checkpoint records them.
+        said: names to what the family needs in the place of `REQUIRED` (`Family.says`).
 
     Returns:
         Name to a description with the value found and the value needed.
     """
     found = {}
     for name, value in sorted(given.items()):
-        if name in REQUIRED:
-            problem = _unmet(name, value, has_experts=bool(given.get("num_experts")))
+        row = said.get(name) or REQUIRED.get(name)
+        if row is not None:
+            problem = _unmet(name, value, row, has_experts=bool(given.get("num_experts")))
         elif name in CARRIED or name in HARMLESS or value is None:
             problem = None
         else:
@@ -44,11 +56,17 @@ def unrepresentable(given: Mapping[str, Any]) -> dict[str, str]:
     return found | _rope_problems(given)
 
 
-def check_representable(given: Mapping[str, Any], *, ignored: Collection[str] = ()) -> list[str]:
+def check_representable(
+    given: Mapping[str, Any],
+    *,
+    ignored: Collection[str] = (),
+    said: Mapping[str, Required] = NOTHING,
+) -> list[str]:
     """Check that a run's arguments describe a model that a family can represent.
 
     Args:
         given: of the run.
+        said: see `unrepresentable`.
         ignored: names of arguments that the user leaves out knowingly.
 
     Returns:
@@ -58,7 +76,7 @@ def check_representable(given: Mapping[str, Any], *, ignored: Collection[str] = 
         UserError: naming every argument that cannot be said, with both values; or for an
             ignored name that is no problem.
     """
-    problems = unrepresentable(given)
+    problems = unrepresentable(given, said=said)
     for name in ignored:
         if name not in problems:
             raise UserError(
@@ -106,8 +124,7 @@ def _parameters(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _unmet(name: str, value: Any, *, has_experts: bool) -> str | None:
-    row = REQUIRED[name]
+def _unmet(name: str, value: Any, row: Required, *, has_experts: bool) -> str | None:
     if row.allows(value) or (row.with_experts and not has_experts):
         return None
     needed = " or ".join(repr(v) for v in row.accepted)

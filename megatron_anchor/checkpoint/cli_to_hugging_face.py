@@ -58,6 +58,12 @@ def parser() -> argparse.ArgumentParser:
         help="arguments of the run, as an error named them, that the exported model does without",
     )
     add(
+        "--keep-tokenizer",
+        action="store_true",
+        help="copy the tokenizer as it is; default: one that does not begin texts and chats with "
+        "the run's anchor is rewritten to do so",
+    )
+    add(
         "--max-shard-size",
         type=float,
         default=SHARD_BYTES / 1e9,
@@ -83,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=DTYPES[args.dtype] if args.dtype else None,
         shard_bytes=int(args.max_shard_size * 1e9),
         allow_non_finite=args.allow_non_finite,
+        keep_tokenizer=args.keep_tokenizer,
         progress=not args.no_progress and not args.json,
     )
     if args.json:

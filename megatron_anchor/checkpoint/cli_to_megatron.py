@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--drop-sliding-window",
         action="store_true",
-        help="accept a model with a sliding window, and train it with full attention",
+        help="train a model with a sliding window without it; the export then has none either",
     )
     return parser
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_anchor.checkpoint.model import Model
+from megatron_anchor.checkpoint.model_arguments import Required
 from megatron_anchor.checkpoint.row_maps import (
     Grouped,
     RowLayout,
@@ -86,6 +87,19 @@ class Rule:
     def stack(self, model: Model) -> tuple[int, ...]:
         """Sizes of the axes in front of the rows."""
         return stack_of(self.megatron, model)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A Hugging Face tensor that holds a matrix (or vector) of all experts of a layer.
+
+    Rules speak of its parts, one expert's matrix [rows, columns] each, under names that no file
+    has. It holds them transposed and side by side, row by row in turn: entry
+    [expert, column, parts x row + part].
+    """
+
+    hugging_face: str
+    parts: tuple[str, ...]
 
 
 def axes_of(name: str) -> tuple[str, ...]:
@@ -222,9 +236,33 @@ MIXTRAL_MLP = _moe(
     "block_sparse_moe.gate",
     *(f"block_sparse_moe.experts.{EXPERT}.{name}" for name in ("w1", "w3", "w2")),
 )
-QWEN3_MLP = _moe(
-    "mlp.gate",
-    *(f"mlp.experts.{EXPERT}.{name}_proj" for name in ("gate", "up", "down")),
+EXPERT_PROJECTIONS = tuple(f"mlp.experts.{EXPERT}.{name}_proj" for name in ("gate", "up", "down"))
+QWEN3_MLP = _moe("mlp.gate", *EXPERT_PROJECTIONS)
+SINKS = Rule(
+    f"{M}.self_attention.core_attention.softmax_offset",
+    (f"{H}.self_attn.sinks",),
+    Stack(["heads"]),
+)
+GATE, UP, DOWN = (f"{H}.{name}" for name in EXPERT_PROJECTIONS)
+GPT_OSS_MLP = (
+    *_moe("mlp.router", *EXPERT_PROJECTIONS),
+    Rule(f"{M}.mlp.router.bias", (f"{H}.mlp.router.bias",), Stack(["experts"])),
+    Rule(
+        f"{M}.mlp.experts.experts.{EXPERT}.linear_fc1.bias",
+        (f"{GATE}.bias", f"{UP}.bias"),
+        Stack(["ffn", "ffn"]),
+    ),
+    Rule(
+        f"{M}.mlp.experts.experts.{EXPERT}.linear_fc2.bias",
+        (f"{DOWN}.bias",),
+        Stack(["hidden"]),
+    ),
+)
+GPT_OSS_FUSED = (
+    Fused(f"{H}.mlp.experts.gate_up_proj", (f"{GATE}.weight", f"{UP}.weight")),
+    Fused(f"{H}.mlp.experts.gate_up_proj_bias", (f"{GATE}.bias", f"{UP}.bias")),
+    Fused(f"{H}.mlp.experts.down_proj", (f"{DOWN}.weight",)),
+    Fused(f"{H}.mlp.experts.down_proj_bias", (f"{DOWN}.bias",)),
 )
 
 ATTENTION_LAYERS = (f"{M}.self_attention.linear_proj", f"{M}.self_attention.linear_qkv")
@@ -237,6 +275,10 @@ MOE_LAYERS = (
 FINAL_NORM = "decoder.final_layernorm"
 HEAD_NORMS = (f"{M}.self_attention.q_layernorm", f"{M}.self_attention.k_layernorm")
 MLP_NORM = f"{M}.pre_mlp_layernorm"
+ALL_LAYERS, BY_LAYER = "all layers", "by layer"
+ANY_VALUE = Required((), "", fits=lambda value: True)
+PLAIN_SWIGLU = "another activation than the family's clamped SwiGLU"
+CLAMPS = Required((7.0,), PLAIN_SWIGLU, fits=lambda value: isinstance(value, float) and value > 0)
 
 
 @dataclass(frozen=True)
@@ -254,8 +296,30 @@ class Family:
     bias_places: tuple[str, ...] = ()
     """Which biases it can have at all, as fields of `Model`."""
     qk_norm: bool = False
-    window_by_layer: bool = False
-    """``layer_types`` says which layers have the sliding window; elsewhere all have it, or none."""
+    windows: str | None = None
+    """Which layers have the sliding window: all of them, or those that ``layer_types`` names; None:
+    the family has none."""
+    skips_rope: bool = False
+    """``no_rope_layers`` says which layers rotate."""
+    sinks: bool = False
+    clamps_swiglu: bool = False
+    """Its experts have a clamped SwiGLU with another sigmoid, of which the up part is one more."""
+    fused: tuple[Fused, ...] = ()
+
+    @property
+    def says(self) -> dict[str, Required]:
+        """Megatron's arguments to what this family needs of them, where others need something
+        else."""
+        rows = {
+            "window_size": (self.windows, ANY_VALUE),
+            "no_rope_freq": (self.skips_rope, ANY_VALUE),
+            "softmax_type": (self.sinks, Required(("learnable",), "attention without sinks")),
+            "swiglu": (self.clamps_swiglu, Required((None, False), PLAIN_SWIGLU)),
+            "quick_geglu": (self.clamps_swiglu, Required((True,), PLAIN_SWIGLU)),
+            "glu_linear_offset": (self.clamps_swiglu, Required((1.0,), PLAIN_SWIGLU)),
+            "activation_func_clamp_value": (self.clamps_swiglu, CLAMPS),
+        }
+        return {name: row for name, (has, row) in rows.items() if has}
 
     @property
     def has_experts(self) -> bool:
@@ -271,17 +335,21 @@ def _qwen3_biases(config: Any) -> dict[str, bool]:
     return {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias}
 
 
+def _gpt_oss_biases(config: Any) -> dict[str, bool]:
+    return {**_qwen3_biases(config), "mlp_bias": True}
+
+
 BIASED = ("qkv_bias", "output_bias", "mlp_bias")
 DENSE = OUTER + ATTENTION + DENSE_MLP
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(DENSE, "llama", biases=_llama_biases, bias_places=BIASED),
-    "MistralForCausalLM": Family(DENSE, "mistral"),
+    "MistralForCausalLM": Family(DENSE, "mistral", windows=ALL_LAYERS),
     "Qwen2ForCausalLM": Family(
         DENSE,
         "qwen2",
         biases=lambda config: {"qkv_bias": True},
         bias_places=BIASED[:1],
-        window_by_layer=True,
+        windows=BY_LAYER,
     ),
     "Qwen3ForCausalLM": Family(
         DENSE,
@@ -290,13 +358,22 @@ FAMILIES: dict[str, Family] = {
         biases=_qwen3_biases,
         bias_places=BIASED[:2],
         qk_norm=True,
-        window_by_layer=True,
+        windows=BY_LAYER,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        DENSE,
+        "smollm3",
+        biases=_llama_biases,
+        bias_places=BIASED,
+        windows=BY_LAYER,
+        skips_rope=True,
     ),
     "MixtralForCausalLM": Family(
         OUTER + ATTENTION + MIXTRAL_MLP,
         "mixtral",
         MOE_LAYERS,
         (FINAL_NORM, MLP_NORM),
+        windows=ALL_LAYERS,
     ),
     "Qwen3MoeForCausalLM": Family(
         OUTER + ATTENTION + QWEN3_MLP,
@@ -306,8 +383,34 @@ FAMILIES: dict[str, Family] = {
         biases=_qwen3_biases,
         bias_places=BIASED[:2],
         qk_norm=True,
+        windows=ALL_LAYERS,
+    ),
+    "GptOssForCausalLM": Family(
+        OUTER + ATTENTION + (SINKS,) + GPT_OSS_MLP,
+        "gpt_oss",
+        MOE_LAYERS,
+        (FINAL_NORM, MLP_NORM),
+        biases=_gpt_oss_biases,
+        bias_places=BIASED,
+        windows=BY_LAYER,
+        sinks=True,
+        clamps_swiglu=True,
+        fused=GPT_OSS_FUSED,
     ),
 }
+
+NOT_CONVERTED = {
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
+        "training has all its parts (give its shape by flags), but the table of weights has no "
+        "layers with experts behind layers without",
+    ),
+    "Olmo2ForCausalLM": "it normalises what attention and MLP give, and queries and keys across "
+    "all heads; Megatron's layers normalise what goes in, and head by head",
+    "GraniteForCausalLM": "it multiplies what each layer adds by residual_multiplier, which "
+    "Megatron's layers do not have",
+}
+"""Architectures that people ask for, and why they are refused."""
 
 CAUSAL = "ForCausalLM"
 RECOMPUTED = {
@@ -328,6 +431,8 @@ def family_of(name: str) -> Family:
     # Most of any two names is the ending that all have.
     kinds = {known.removesuffix(CAUSAL).lower(): known for known in FAMILIES}
     kind = re.sub(f"{CAUSAL}$", "", name, flags=re.IGNORECASE).lower()
+    if name in NOT_CONVERTED:
+        raise UserError(f"{name} is not converted: {NOT_CONVERTED[name]} (docs/conversion.md)")
     near = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.7)
     hint = f"did you mean {kinds[near[0]]}? " if near else ""
     raise UserError(
@@ -347,6 +452,19 @@ def homeless_biases(model: Model) -> list[str]:
     }
     places = family_of(model.family).bias_places
     return [name for name, is_trained in trained.items() if is_trained and name not in places]
+
+
+def unequal_windows(model: Model) -> str | None:
+    """Say what is wrong where the family has one window for all layers, and the model has not."""
+    if family_of(model.family).windows != ALL_LAYERS or len({0, *model.windows}) == 1:
+        return None
+    without = [number for number, size in enumerate(model.windows, 1) if not size]
+    if not without:
+        return None
+    return (
+        f"layers {', '.join(map(str, without))} have no sliding window, the others one of "
+        f"{max(model.windows)}: {model.family} has it in all layers or in none"
+    )
 
 
 def rules_for(model: Model) -> list[Rule]:

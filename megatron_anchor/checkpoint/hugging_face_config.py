@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_anchor.checkpoint.config_limits import check_limits
-from megatron_anchor.checkpoint.families import FAMILIES, Family, family_of, homeless_biases
+from megatron_anchor.checkpoint.families import (
+    ALL_LAYERS,
+    BY_LAYER,
+    FAMILIES,
+    Family,
+    family_of,
+    homeless_biases,
+)
 from megatron_anchor.checkpoint.hugging_face_keys import (
     FULL,
     SLIDING,
     check_keys,
     kept_keys,
+    read_keys,
 )
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.checkpoint.model_folder import check_links, read_json
@@ -41,6 +49,8 @@ AS_THERE = ("head_dim", "intermediate_size", "max_window_layers")
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
 WITH_ORIGINAL_LENGTH = ("yarn", "llama3")
 """Kinds that read ``original_max_position_embeddings``."""
+QUICK_GELU = 1.702
+"""Factor inside the sigmoid of Megatron's --quick-geglu."""
 SILU = ("silu", "swish")
 """transformers' names of the one activation that SwiGLU has."""
 
@@ -61,12 +71,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) -> Model:
+def model_of(config: Mapping[str, Any]) -> Model:
     """Read the model's shape from a config, as transformers reads it.
 
     Args:
         config: content of config.json.
-        drop_sliding_window: accept a sliding window, and train with full attention.
 
     Raises:
         UserError: for an unknown architecture, a missing field, a key that nobody has looked
@@ -90,12 +99,14 @@ def model_of(config: Mapping[str, Any], *, drop_sliding_window: bool = False) ->
         rotary_base=theta,
         scaling=scaling,
         positions=theirs.max_position_embeddings,
+        windows=_windows(theirs, family),
+        no_rope=_layers_without_rope(theirs, family),
+        sinks=family.sinks,
+        swiglu_limit=float(theirs.swiglu_limit) if family.clamps_swiglu else 0.0,
         **_experts(config, theirs, family),
         **family.biases(theirs),
     )
     _refuse_unsupported(config, theirs, model)
-    if not drop_sliding_window:
-        refuse_sliding_window(config, positions=model.positions)
     return model
 
 
@@ -125,11 +136,11 @@ def _experts(config: Mapping[str, Any], theirs: Any, family: Family) -> dict[str
             f"config.json: {' and '.join(EXPERTS)} are two names of one number, got "
             f"{' and '.join(map(str, sorted(counts)))}; keep the right one"
         )
-    mixtral = family.model_type == "mixtral"  # always normalizes
+    by_one_name = hasattr(theirs, "num_local_experts")
     return {
-        "experts": theirs.num_local_experts if mixtral else theirs.num_experts,
+        "experts": theirs.num_local_experts if by_one_name else theirs.num_experts,
         "experts_per_token": theirs.num_experts_per_tok,
-        "normalized_router": mixtral or theirs.norm_topk_prob,
+        "normalized_router": getattr(theirs, "norm_topk_prob", True),
         "router_loss_coefficient": float(theirs.router_aux_loss_coef),
     }
 
@@ -171,6 +182,8 @@ def rope_of(config: Mapping[str, Any], theirs: Any) -> tuple[float, dict[str, An
         UserError: if both forms are there and differ.
     """
     new, old = (dict(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
+    if not new and not old:  # some classes scale by default
+        new = dict(getattr(theirs, "rope_parameters", None) or {})
     given = (config.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta"))
     bases = {float(value) for value in given if value is not None}
     forms = [scaling_of(form) for form in (new, old) if form]
@@ -217,56 +230,86 @@ def scaling_of(form: Mapping[str, Any]) -> dict[str, Any]:
     return {} if kind == "default" else {"rope_type": kind, **rest}
 
 
-def refuse_sliding_window(config: Mapping[str, Any], *, positions: int) -> None:
-    """Refuse a model whose window is shorter than its sequences.
-
-    Args:
-        config: content of config.json, or what `complete` made of it.
-        positions: longest sequence, after an extension.
-
-    Raises:
-        UserError: with the way out.
-    """
-    window = sliding_window(config)
-    if window is not None and window < positions:
-        raise UserError(
-            f"config.json: sliding_window {window} of {positions} positions; training here has "
-            "full attention inside a document. To go on without the window (the exported config "
-            "then has none either) add --drop-sliding-window"
-        )
-
-
 def sliding_window(config: Mapping[str, Any]) -> int | None:
     """Give the window that is in force in any layer, None for full attention.
 
     Raises:
-        UserError: for kinds of layers without a window to slide, or of another attention.
+        UserError: see `model_of`.
     """
     theirs, family, _ = _understood(config)
-    window = getattr(theirs, "sliding_window", None)
-    if not family.window_by_layer:
-        return window
-    kinds = theirs.layer_types
+    return max(_windows(theirs, family), default=None)
+
+
+def _windows(theirs: Any, family: Family) -> tuple[int, ...]:
+    """Give the window of every layer, 0 where there is none; empty: none anywhere."""
+    window = getattr(theirs, "sliding_window", None) if family.windows else None
+    if not getattr(theirs, "use_sliding_window", True):
+        window = None
+    if window is not None and window < 1:
+        raise UserError(
+            f"config.json: sliding_window {window}: a query sees itself at least, so 1 or more; "
+            "null means no window"
+        )
+    kinds: list[str] = (
+        theirs.layer_types if family.windows == BY_LAYER else [SLIDING] * bool(window)
+    )
     others = [kind for kind in kinds if kind not in (FULL, SLIDING)]
     if others or (SLIDING in kinds and window is None):
         raise UserError(
             f"config.json: layer_types {kinds} with sliding_window {window}: "
             f"expected {FULL}, and {SLIDING} only where there is a window"
         )
-    return window if SLIDING in kinds else None
+    if SLIDING not in kinds or window is None:
+        return ()
+    if family.windows != BY_LAYER:
+        return (window,) * theirs.num_hidden_layers
+    return tuple(int(window) if kind == SLIDING else 0 for kind in kinds)
+
+
+def _layers_without_rope(theirs: Any, family: Family) -> tuple[bool, ...]:
+    """Say which layers do not rotate; transformers' list says which do."""
+    if not family.skips_rope:
+        return ()
+    rotates, layers = theirs.no_rope_layers, theirs.num_hidden_layers
+    if len(rotates) != layers or any(value not in (0, 1) for value in rotates):
+        raise UserError(
+            f"config.json: no_rope_layers {rotates}: expected 1 (rotates) or 0 for each of "
+            f"{layers} layers"
+        )
+    return tuple(not value for value in rotates) if not all(rotates) else ()
 
 
 def _refuse_unsupported(config: Mapping[str, Any], theirs: Any, model: Model) -> None:
-    if config.get("quantization_config"):
+    if quantised := config.get("quantization_config"):
+        mxfp4 = isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
         raise UserError(
-            "config.json: quantization_config: quantised weights cannot be trained; take the "
-            "model's original ones"
+            "config.json: quantization_config: quantised weights cannot be trained; "
+            + (
+                "load the model by AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, "
+                "quantization_config=Mxfp4Config(dequantize=True)) and save it by save_pretrained"
+                if mxfp4
+                else "take the model's original ones"
+            )
+        )
+    alpha = getattr(theirs, "swiglu_alpha", QUICK_GELU)
+    if alpha != QUICK_GELU:
+        raise UserError(
+            f"config.json: swiglu_alpha {alpha}: Megatron's activation has {QUICK_GELU} fixed"
         )
     if theirs.hidden_act not in SILU:
         raise UserError(f"config.json: hidden_act {theirs.hidden_act!r}, expected 'silu' (SwiGLU)")
     for place in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
         if (partial := place.get("partial_rotary_factor")) not in (None, 1):
             raise UserError(f"config.json: partial_rotary_factor {partial} is not supported")
+    if (
+        family_of(model.family).windows == ALL_LAYERS
+        and model.windows
+        and FULL in (kinds := config.get("layer_types") or [])
+    ):
+        raise UserError(
+            f"config.json: layer_types {kinds} with sliding_window {max(model.windows)}, which "
+            f"{model.family} has in all layers; remove one of the two"
+        )
     if homeless := homeless_biases(model):
         raise UserError(
             "config.json: attention_bias true is not supported: Megatron's linear layers have "
@@ -340,11 +383,21 @@ def config_for(model: Model, *, dtype: str, like: Mapping[str, Any] | None = Non
     }
     if model.family == "Qwen2ForCausalLM" and model.head * model.heads == model.hidden:
         del config["head_dim"]  # not a field of Qwen2Config
-    if model.family == "LlamaForCausalLM":
-        config |= {"attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias}
-    elif model.family.startswith("Qwen3"):
+    if "output_bias" in family.bias_places:
+        if model.qkv_bias and not model.output_bias:
+            raise UserError(
+                f"--add-qkv-bias: the attention_bias of {model.family} adds a bias to the output "
+                "projection, too, which this run did not train; leave the flag out, or begin with "
+                "a Qwen2 model, which has biases in these places"
+            )
         config["attention_bias"] = model.qkv_bias
-    config |= _experts_entries(model) | _full_attention(model)
+    if "mlp_bias" in read_keys(family.model_type):
+        config["mlp_bias"] = model.mlp_bias
+    if like is None:
+        config["pad_token_id"] = None  # a class' default may be above the vocabulary
+    if family.clamps_swiglu:
+        config |= {"swiglu_limit": model.swiglu_limit, "swiglu_alpha": QUICK_GELU}
+    config |= _experts_entries(model) | _layer_entries(model)
     for name in AS_THERE if like is not None else ():
         if name == "head_dim" and scaling:
             continue  # transformers' scalings fail where a family's default for it is null
@@ -375,13 +428,25 @@ def _experts_entries(model: Model) -> dict[str, Any]:
     return entries
 
 
-def _full_attention(model: Model) -> dict[str, Any]:
-    """Say that there is no sliding window, in the words of the family."""
-    if model.family in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return {"sliding_window": None}  # the class' default is a window
-    if not model.family.startswith("Qwen"):
-        return {}
-    entries: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
-    if family_of(model.family).window_by_layer:
-        entries |= {"max_window_layers": model.layers, "layer_types": [FULL] * model.layers}
+def _layer_entries(model: Model) -> dict[str, Any]:
+    """Say in which ways layers differ, in the words of the family."""
+    family = family_of(model.family)
+    entries: dict[str, Any] = {}
+    if family.skips_rope:
+        skipped = model.no_rope or (False,) * model.layers
+        entries["no_rope_layers"] = [int(not skips) for skips in skipped]
+    if not family.windows:
+        return entries
+    window = max(model.windows, default=None)
+    entries["sliding_window"] = window  # classes have one by default
+    read = read_keys(family.model_type)
+    if family.windows == BY_LAYER and "use_sliding_window" not in read:
+        entries["sliding_window"] = window or model.positions  # transformers makes its mask anyway
+    if "use_sliding_window" in read:
+        entries["use_sliding_window"] = window is not None
+    if family.windows == BY_LAYER:
+        sizes = model.windows or (0,) * model.layers
+        entries["layer_types"] = [SLIDING if size else FULL for size in sizes]
+    if "max_window_layers" in read:
+        entries["max_window_layers"] = model.layers
     return entries

@@ -34,9 +34,21 @@ READ_BY_FAMILY = {
     "qwen3": names(
         "attention_bias use_sliding_window sliding_window max_window_layers layer_types"
     ),
+    "smollm3": names(
+        """
+        attention_bias mlp_bias use_sliding_window sliding_window layer_types no_rope_layers
+        no_rope_layer_interval
+        """
+    ),
     "mixtral": names(
         """
         sliding_window num_local_experts num_experts num_experts_per_tok router_aux_loss_coef
+        """
+    ),
+    "gpt_oss": names(
+        """
+        attention_bias sliding_window layer_types num_local_experts num_experts num_experts_per_tok
+        router_aux_loss_coef swiglu_limit swiglu_alpha
         """
     ),
     "qwen3_moe": names(
@@ -54,7 +66,8 @@ WITHOUT_EFFECT = {
         transformers_version name_or_path _name_or_path _commit_hash dtype torch_dtype auto_map
         attn_implementation _attn_implementation _attn_implementation_autoset
         experts_implementation _experts_implementation transformers.js_config tokenizer_class
-        is_llama_config _flash_attn_2_enabled unsloth_fixed unsloth_version max_sequence_length
+        is_llama_config megatron_anchor _flash_attn_2_enabled unsloth_fixed unsloth_version
+        max_sequence_length
     """,
     "says what a call returns": """
         return_dict output_hidden_states output_attentions output_router_logits use_cache
@@ -63,6 +76,9 @@ WITHOUT_EFFECT = {
     """,
     "names tokens": """
         bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix
+    """,
+    "says again what another key says, to other programs than transformers": """
+        experts_per_token initial_context_length
     """,
     "of training": """
         initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop

@@ -50,6 +50,15 @@ class Model:
     normalized_router: bool = True
     """The weights of the chosen experts add up to 1."""
     router_loss_coefficient: float = field(default=0.0, compare=False)
+    swiglu_limit: float = 0.0
+    """Where gpt-oss' SwiGLU clamps its inputs; 0: SwiGLU as everywhere else."""
+    sinks: bool = False
+    """Every head's softmax has one more logit without a key."""
+    windows: tuple[int, ...] = ()
+    """Keys that a query of each layer sees, its own included, 0: all before it; empty: all in all
+    layers."""
+    no_rope: tuple[bool, ...] = ()
+    """Which layers do not rotate queries and keys; empty: none."""
     padded_vocabulary: int = 0
     """Rows of Megatron's embedding; 0: the next multiple of 128."""
 
@@ -63,6 +72,7 @@ class Model:
             "key": self.groups * self.head,
             "qkv": (self.heads + 2 * self.groups) * self.head,
             "head": self.head,
+            "heads": self.heads,
             "groups": self.groups,
             "gate and up": 2 * self.ffn,
             "vocabulary": self.vocabulary,
@@ -75,6 +85,12 @@ class Model:
         """Rows of the embedding in Megatron."""
         multiple = PADDED_VOCABULARY_MULTIPLE
         return self.padded_vocabulary or -(-self.vocabulary // multiple) * multiple
+
+    @property
+    def windows_in_force(self) -> tuple[int, ...]:
+        """The windows, those left out that are no shorter than the longest sequence."""
+        shorter = tuple(size if size < self.positions else 0 for size in self.windows)
+        return shorter if any(shorter) else ()
 
     # Conditions that the family tables name.
 

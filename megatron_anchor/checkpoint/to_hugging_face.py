@@ -17,16 +17,20 @@ import torch
 from tqdm import tqdm
 
 from megatron_anchor.checkpoint import tokenizer_files
+from megatron_anchor.checkpoint.anchored_tokenizer import RECORD, add_anchor, trained_anchor
 from megatron_anchor.checkpoint.argument_check import check_representable
 from megatron_anchor.checkpoint.families import (
     BIASED,
     LAYER,
     Rule,
+    family_of,
     homeless_biases,
     rules_for,
     stacked,
+    unequal_windows,
 )
 from megatron_anchor.checkpoint.finite import NonFinite
+from megatron_anchor.checkpoint.fused_experts import fused_blocks, fused_plans
 from megatron_anchor.checkpoint.hugging_face_config import (
     architecture,
     config_for,
@@ -45,6 +49,8 @@ from megatron_anchor.errors import UserError
 from megatron_anchor.whole_files import atomic_folder
 
 EMBEDDING = "embedding.word_embeddings.weight"
+LAYER_KINDS = ("window_size", "no_rope_freq")
+"""Arguments that one family says and another leaves out, if the user wishes."""
 LIKE_MUST_AGREE = (
     *("layers", "hidden", "ffn", "heads", "groups", "head", "tied", "qk_norm"),
     *("experts", "experts_per_token", "normalized_router"),
@@ -75,6 +81,7 @@ def convert_to_hugging_face(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     allow_non_finite: bool = False,
+    keep_tokenizer: bool = False,
     progress: bool = True,
 ) -> Exported:
     """Export a checkpoint; nothing is left behind when it fails.
@@ -91,6 +98,7 @@ def convert_to_hugging_face(
         dtype: of the weights; None: as stored.
         shard_bytes: largest size of a weight file.
         allow_non_finite: export weights that are NaN or Inf, too.
+        keep_tokenizer: copy the tokenizer unchanged even if it does not add the run's anchor.
         progress: show a bar.
 
     Raises:
@@ -105,19 +113,25 @@ def convert_to_hugging_face(
         ]
         first = checkpoints[0]
         args = first.args()
-        left_out = check_representable(vars(args), ignored=ignored_arguments)
-        model, config, folder, notes = describe(first, args, like)
-        notes += left_out + data_notes(args)
+        model, config, folder, notes = describe(first, args, like, ignored=ignored_arguments)
+        notes += left_out(args, model, ignored_arguments) + data_notes(args)
         for other in checkpoints[1:]:
-            check_representable(vars(other.args()), ignored=ignored_arguments)
+            left_out(other.args(), model, ignored_arguments)
             check_same_settings(first, model, other, describe(other, other.args(), like)[0])
         check_names(first, model)
         stored = Stored(checkpoints, model, dtype)
-        plans = stored.plans()
+        plans, parts_of = fused_plans(stored.plans(), model)
         total = sum(plan.bytes for plan in plans)
         weights_dtype = str(stored.dtype).removeprefix("torch.")
         new_config = config_for(model, dtype=weights_dtype, like=config)
         check_transformers_model(new_config, model)
+        anchor = trained_anchor(args, folder, config)
+        if anchor is not None:
+            new_config.pop(
+                RECORD, None
+            )  # of the original model: another place, maybe another token
+            new_config[RECORD] = {"anchor_token_id": anchor}
+            notes.append(f"trained behind the anchor {anchor}, recorded in config.json ({RECORD})")
         with (
             atomic_folder(out) as temporary,
             tqdm(
@@ -131,18 +145,33 @@ def convert_to_hugging_face(
             found, dtypes = NonFinite(), {plan.name: plan.dtype for plan in plans}
 
             def blocks(name: str) -> Iterator[np.ndarray]:
-                for block in stored.blocks(name):
+                for block in fused_blocks(name, parts_of, stored.blocks):
                     found.look_at(name, block, dtypes[name])
                     yield block
                     bar.update(block.size)
 
+            _write_json(temporary / "config.json", new_config)
+            _write_companions(temporary, model, config, folder)
+            if anchor is not None and not keep_tokenizer:
+                notes += add_anchor(temporary, anchor)
             stored.check_zeros()
             names = write_weights(temporary, plans, blocks, shard_bytes=shard_bytes)
             if not allow_non_finite:
                 found.refuse(str(source), dtype=dtype)
-            _write_json(temporary / "config.json", new_config)
-            _write_companions(temporary, model, config, folder)
     return Exported(model, len(plans), total, names, None if folder is None else str(folder), notes)
+
+
+def left_out(args: Namespace, model: Model, ignored: Sequence[str]) -> list[str]:
+    """Check that the family says what the run's arguments ask for; give notes on the ignored.
+
+    Raises:
+        UserError: see `check_representable`.
+    """
+    said = {k: row for k, row in family_of(model.family).says.items() if k not in ignored}
+    notes = check_representable(vars(args), ignored=ignored, said=said)
+    if unequal := unequal_windows(model):
+        raise UserError(f"{unequal}; --like a model of another family exports it")
+    return notes
 
 
 def data_notes(args: Namespace) -> list[str]:
@@ -162,6 +191,7 @@ def describe(
     like: str | Path | None,
     *,
     flag: str = "--like",
+    ignored: Sequence[str] = (),
 ) -> tuple[Model, dict[str, Any] | None, Path | None, list[str]]:
     """Say what model a checkpoint holds.
 
@@ -170,6 +200,7 @@ def describe(
         args: of the run.
         like: folder that describes the model; None: the run's --tokenizer-model, if it does.
         flag: that named ``like``, for messages.
+        ignored: arguments of the run that are left out.
 
     Returns:
         The model as trained, the config to take the rest from and its folder, and notes.
@@ -177,6 +208,8 @@ def describe(
     Raises:
         UserError: if ``like`` describes another model, or none of the families fits.
     """
+    kept = vars(args).keys() - set(ignored).intersection(LAYER_KINDS)
+    args = Namespace(**{name: getattr(args, name) for name in kept})
     model, config, folder, notes = _described(checkpoint, args, like, flag)
     if homeless := [] if like else homeless_biases(model):
         raise UserError(
@@ -205,7 +238,7 @@ def _described(
         return model, None, None, notes
     try:
         config = read_config(folder)
-        theirs = model_of(config, drop_sliding_window=True)
+        theirs = model_of(config)
     except UserError as error:
         if like is not None:
             raise

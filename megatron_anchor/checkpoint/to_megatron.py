@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from megatron_anchor.checkpoint import families, megatron_args, tokenizer_files
+from megatron_anchor.checkpoint.anchored_tokenizer import recorded_anchor
 from megatron_anchor.checkpoint.extension import extended
 from megatron_anchor.checkpoint.families import (
     ENGINE,
@@ -26,10 +29,10 @@ from megatron_anchor.checkpoint.families import (
     stacked,
 )
 from megatron_anchor.checkpoint.finite import NonFinite, counted
+from megatron_anchor.checkpoint.fused_experts import separate_experts
 from megatron_anchor.checkpoint.hugging_face_config import (
     model_of,
     read_config,
-    refuse_sliding_window,
 )
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
@@ -81,7 +84,7 @@ def convert_to_megatron(
         positions: ``max_position_embeddings``.
         dtype: of the weights; None: as they are.
         target: layer spec that will load it, one of `TARGETS`.
-        drop_sliding_window: accept a model with a sliding window and train it without.
+        drop_sliding_window: train a model with a sliding window without it.
         allow_non_finite: convert weights that are NaN or Inf, too.
         progress: show a bar.
 
@@ -91,15 +94,15 @@ def convert_to_megatron(
     assert target in TARGETS, target
     source, out = Path(source), Path(out).absolute()
     config = read_config(source)
-    model = model_of(config, drop_sliding_window=drop_sliding_window)
+    model = model_of(config)
     check_transformers_model(config, model)
     model = extended(model, extend_to=extend_to, rotary_base=rotary_base, positions=positions)
-    if not drop_sliding_window:
-        refuse_sliding_window(config, positions=model.positions)
+    if drop_sliding_window:
+        model = dataclasses.replace(model, windows=())
     _check_tokenizer(source, model)
     _check_path(out)
     with Files() as files:
-        weights: Mapping[str, Rows] = open_weights(source, files)
+        weights: Mapping[str, Rows] = separate_experts(open_weights(source, files), model)
         if dtype is not None:
             weights = {k: v if v.dtype == dtype else CastRows(v, dtype) for k, v in weights.items()}
         not_carried = check_tensors(weights, model)
@@ -109,7 +112,7 @@ def convert_to_megatron(
             model,
             dtype=stored_dtype,
             tokenizer=str(out / SOURCE_FOLDER) if has_tokenizer else None,
-            anchor=tokenizer_files.anchor_id(source, config),
+            anchor=_anchor(source, config),
             target=target,
         )
         total = sum(row_bytes(w) * w.shape[0] for k, w in weights.items() if k not in not_carried)
@@ -299,3 +302,9 @@ def _check_path(out: Path) -> None:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def _anchor(source: str | Path, config: Mapping[str, Any]) -> int | None:
+    """Choose the anchor: the one that the model was trained behind, else the tokenizer's."""
+    recorded = recorded_anchor(config)
+    return tokenizer_files.anchor_id(source, config) if recorded is None else recorded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,12 @@ def vocabulary_size(folder: str | Path) -> int | None:
     return None
 
 
-def anchor_id(folder: str | Path, config: Mapping[str, Any]) -> int | None:
+def anchor_id(
+    folder: str | Path, config: Mapping[str, Any], *, kinds: Sequence[str] = ("bos", "eos")
+) -> int | None:
     """Choose the anchor: the tokenizer's bos, else its eos; without a tokenizer, the config's."""
     tokenizer = read_json(Path(folder) / "tokenizer_config.json")
-    for kind in ("bos", "eos"):
+    for kind in kinds:
         token = tokenizer.get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token
         if text and (found := _token_id(Path(folder), text)) is not None:

@@ -42,6 +42,10 @@ DEFAULTED = {
     "router_aux_loss_coef": float,
     "decoder_sparse_step": int,
     "mlp_only_layers": list,
+    "no_rope_layers": list,
+    "swiglu_limit": float,
+    "swiglu_alpha": float,
+    "no_rope_layer_interval": int,
 }
 """Fields that a family's config class has defaults for, where it has the field at all."""
 ROPE = {
@@ -55,7 +59,7 @@ EXPERTS = ("num_experts", "num_local_experts")
 """Names of one number: which of them a family has depends on transformers' version."""
 NULLABLE = {
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "layer_types"),
-    *("mlp_only_layers", *ROPE),
+    *("mlp_only_layers", "no_rope_layers", *ROPE),
 }
 SIGNED = {"sliding_window", "max_window_layers", "router_aux_loss_coef"}
 
@@ -107,6 +111,7 @@ def transformers_config(config: Mapping[str, Any], model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     names = read_keys(model_type) - {"architectures", "model_type", "quantization_config"}
+    names |= {"pad_token_id"}  # without effect, but some classes' own is above a small vocabulary
     given = {name: copy.deepcopy(config[name]) for name in names if name in config}
     for name, other in (EXPERTS, EXPERTS[::-1]):
         if name in given:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.checkpoint.argument_check import unrepresentable
-from megatron_anchor.checkpoint.families import rules_for
+from megatron_anchor.checkpoint.families import family_of, rules_for
 from megatron_anchor.checkpoint.finite import NonFinite
-from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
+from megatron_anchor.checkpoint.fused_experts import separate_experts
+from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.megatron_args import argument_values
 from megatron_anchor.checkpoint.megatron_model import logits as megatron_logits
@@ -42,6 +43,7 @@ FLOOR_FACTOR = 10.0
 ABSOLUTE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """... or, where the floor is lower, by this share of the logits' standard deviation."""
 
+LAYER_SETTINGS = ("no_rope", "sinks", "swiglu_limit")
 ROPE_SETTINGS = ("rotary_base", "scaling", "positions")
 
 
@@ -99,7 +101,7 @@ def compare_tensors(checkpoint: TorchDistCheckpoint, folder: Path, files: Files)
     """
     model, *_ = describe(checkpoint, checkpoint.args(), folder, flag="--hf")
     check_names(checkpoint, model)
-    weights = open_weights(folder, files)
+    weights = separate_experts(open_weights(folder, files), model)
     check_tensors(weights, model)
     stored, different = Stored([checkpoint], model), []
     cast: dict[str, int] = {}
@@ -139,16 +141,25 @@ def setting_differences(
     args = checkpoint.args()
     model, *_ = describe(checkpoint, args, folder, flag="--hf")
     config = read_config(folder)
-    theirs, window = model_of(config, drop_sliding_window=True), sliding_window(config)
-    names = ("epsilon", *LIKE_MUST_AGREE, *(() if their_rope else ROPE_SETTINGS))
+    theirs = model_of(config)
+    names = ("epsilon", *LIKE_MUST_AGREE, *LAYER_SETTINGS, *(() if their_rope else ROPE_SETTINGS))
     found = [
         f"{name} {getattr(model, name)} (Hugging Face {getattr(theirs, name)})"
         for name in names
         if getattr(model, name) != getattr(theirs, name)
     ]
-    if window is not None and window < theirs.positions:
-        found.append(f"full attention (Hugging Face sliding_window {window})")
-    return found + list(unrepresentable(vars(args)).values())
+    pair = model.windows_in_force, theirs.windows_in_force
+    if pair[0] != pair[1]:
+        found.append("{} (Hugging Face {})".format(*map(_named_windows, pair)))
+    said = family_of(model.family).says
+    return found + list(unrepresentable(vars(args), said=said).values())
+
+
+def _named_windows(windows: tuple[int, ...]) -> str:
+    if not windows:
+        return "full attention"
+    where = "" if all(windows) else f" in layers {[n for n, size in enumerate(windows, 1) if size]}"
+    return f"sliding_window {max(windows)}{where}"
 
 
 def _largest_difference(first: np.ndarray, second: np.ndarray, dtype: torch.dtype) -> float:
@@ -179,9 +190,11 @@ def compare_logits(
     args = checkpoint.args()
     model, *_ = describe(checkpoint, args, folder, flag="--hf")
     if their_rope:
-        args = _with_rope_of(args, model_of(read_config(folder), drop_sliding_window=True))
+        args = _with_rope_of(args, model_of(read_config(folder)))
     theirs = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="eager")
-    others = hugging_face_logits(folder, tokens_S, dtype=dtype, attention="sdpa")
+    # transformers has one implementation alone for models with sinks.
+    other = "eager" if family_of(model.family).sinks else "sdpa"
+    others = hugging_face_logits(folder, tokens_S, dtype=dtype, attention=other)
     floor, spread = float((theirs - others).abs().max()), float(theirs.std())
     tensors = checkpoint.tensors()
     stored_names = {
@@ -253,7 +266,7 @@ def text_tokens(text: str, folder: Path, *, limit: int) -> Tensor:
     from megatron_anchor.checkpoint.tokenizer_files import has_tokenizer
 
     if not has_tokenizer(folder):
-        model = model_of(read_config(folder), drop_sliding_window=True)
+        model = model_of(read_config(folder))
         generator = torch.Generator().manual_seed(0)
         return torch.randint(model.vocabulary, (min(limit, 256),), generator=generator)
     ids = load_tokenizer(folder)(text)["input_ids"][:limit]

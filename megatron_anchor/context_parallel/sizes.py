@@ -54,6 +54,7 @@ def elements_sent(
     head_dim: int,
     heads_ranks: int,
     keys_ranks: int,
+    value_dim: int | None = None,
 ) -> Sent:
     """Count what a rank sends in a forward pass.
 
@@ -64,14 +65,16 @@ def elements_sent(
         slots: s.
         query_heads: H.
         kv_heads: G.
-        head_dim: D, of queries, keys, values and the output.
+        head_dim: D, of queries and keys.
         heads_ranks: A; key/value heads are repeated up to it.
         keys_ranks: B.
+        value_dim: of values and the output; None: D.
     """
     A, B, groups = heads_ranks, keys_ranks, max(kv_heads, heads_ranks)
+    both = head_dim + (head_dim if value_dim is None else value_dim)
     return Sent(
-        heads=(A - 1) / A * slots * head_dim * (2 * query_heads + 2 * groups),
-        keys=(B - 1) * slots * 2 * groups * head_dim,
+        heads=(A - 1) / A * slots * both * (query_heads + groups),
+        keys=(B - 1) * slots * groups * both,
     )
 
 

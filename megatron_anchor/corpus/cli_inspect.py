@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from megatron_anchor.command_line import make_parser
-from megatron_anchor.corpus.inspection import PERCENTILES, Report, inspect_corpus
+from megatron_anchor.corpus.inspection import (
+    PERCENTILES,
+    Report,
+    inspect_corpus,
+    weights_of_document,
+)
 from megatron_anchor.corpus.pictures import draw_lengths
 from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.manifest import KeyManifest, read_manifest
@@ -33,7 +40,12 @@ def parser() -> argparse.ArgumentParser:
     parser = make_parser("Count, measure and verify a .bin/.idx corpus.", _EXAMPLE)
     add = parser.add_argument
     add("prefix", help="the corpus, without .bin or .idx")
-    add("--document", type=int, metavar="N", help="show document N (from 0), decoded")
+    add(
+        "--document",
+        type=int,
+        metavar="N",
+        help="show document N (from 0), decoded; if weighted, \u27e6 \u27e7 around what is learned",
+    )
     add("--max-tokens", type=int, default=2000, help="of a shown document (default 2000)")
     add("--png", metavar="FILE", help="write a picture of the document lengths")
     add("--json", action="store_true", help="print the report as JSON")
@@ -102,20 +114,41 @@ def _flags_of(manifest: KeyManifest | None) -> str:
 
 
 def _show_document(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer | None) -> int:
-    ids = IndexedCorpus.open(prefix).document(args.document)
+    corpus = IndexedCorpus.open(prefix)
+    ids = corpus.document(args.document)
     if tokenizer is None:
         manifest = read_manifest(prefix)
         raise UserError(f"--document needs the tokenizer: give {_flags_of(manifest)}")
     shown = ids[: args.max_tokens]
-    text = tokenizer.native_engine.decode(shown.tolist())
+    decode = tokenizer.native_engine.decode
+    weights = weights_of_document(corpus, args.document)
+    text = decode(shown.tolist())
     if args.json:
-        say_json({"document": args.document, "tokens": ids.tolist(), "text": text})
+        value = {"document": args.document, "tokens": ids.tolist(), "text": text}
+        say_json(value if weights is None else {**value, "weights": weights.tolist()})
         return 0
     say(f"document {args.document}: {len(ids)} tokens, {ids[:8].tolist()} ... {ids[-4:].tolist()}")
+    if weights is not None:
+        say(f"{np.count_nonzero(weights)} of them are learned: those in \u27e6 \u27e7")
+        text = _marked(shown, weights, decode)
     say_block(text)
     if len(shown) < len(ids):
         say(f"... {len(ids) - len(shown)} more tokens (--max-tokens)")
     return 0
+
+
+def _marked(ids: np.ndarray, weights: np.ndarray, decode: Callable[[Sequence[int]], str]) -> str:
+    """The text with \u27e6 \u27e7 around what is learned; a weight other than 1 is shown."""
+    weights = weights[: len(ids)]
+    borders = np.flatnonzero(np.diff(weights)) + 1
+    parts = []
+    for run, held in zip(np.split(ids, borders), np.split(weights, borders), strict=True):
+        if not len(run):
+            continue
+        text, weight = decode(run.tolist()), float(held[0])
+        shown = "" if weight == 1 else f"{weight:g}: "
+        parts.append(f"\u27e6{shown}{text}\u27e7" if weight else text)
+    return "".join(parts)
 
 
 def print_report(report: Report) -> None:
@@ -143,6 +176,16 @@ def print_report(report: Report) -> None:
             share = tokens / max(whole.tokens, 1)
             bar = "#" * round(40 * share)
             say(f"{edge:>12}{count:>12}{tokens:>15}{share:>8.1%} {bar}")
+    if report.learned is not None:
+        held = report.learned
+        say(
+            "",
+            f"{held.weighted_tokens} tokens are learned ({held.share:.1%}), in {held.documents} "
+            f"documents; weights of {held.dtype} up to {held.largest:g}, sum {held.weight_sum:g}",
+        )
+        if held.conversations:
+            counts = (f"{count} {name}" for name, count in held.conversations.items())
+            say(", ".join(counts).replace("_", " "))
     say("", *(f"PROBLEM: {problem}" for problem in report.problems))
     if not report.problems:
         say("the files agree with one another")

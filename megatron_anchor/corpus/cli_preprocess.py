@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_anchor.command_line import make_parser
+from megatron_anchor.corpus.chat_encoding import TOO_LONG
 from megatron_anchor.corpus.preprocess import NO_ENGINE, PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.sources import FORMATS
 from megatron_anchor.errors import UserError
+from megatron_anchor.indexed.weights import WEIGHT_DTYPES
 from megatron_anchor.terminal import say, say_json
 from megatron_anchor.tokenizers.flags import add_tokenizer_arguments, tokenizer_config
 
@@ -21,13 +24,18 @@ _EXAMPLE = """\
       --domain-key meta.redpajama_set_name --tokenizer-model meta-llama/Llama-3.1-8B \\
       --append-eod --output-prefix corpus/slimpajama
   writes corpus/slimpajama_text_document.bin and .idx for Megatron's --data-path, and beside them
-  .manifest.json and .domains.npy"""
+  .manifest.json and .domains.npy
+
+  python tools/preprocess_data.py --chat --input 'chats/*.jsonl' --tokenizer-model my-model \\
+      --chat-template tagged.jinja --max-conversation-tokens 32768 --output-prefix corpus/chats
+  writes corpus/chats_messages_document.bin, .idx, and .weights.bin, which says what is learned"""
 
 
 def parser() -> argparse.ArgumentParser:
     """All flags; names that Megatron's tool has mean the same here."""
     parser = make_parser("Turn texts into Megatron's .bin/.idx corpora.", _EXAMPLE)
     _add_input(parser)
+    _add_targets(parser)
     add_tokenizer_arguments(parser)
     _add_processing(parser)
     _add_output(parser)
@@ -45,7 +53,12 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
         help="files, patterns in quotes, or folders: .jsonl, .json, .jsonl.gz, .jsonl.zst, "
         ".parquet, .txt (one document a file), a folder of Dataset.save_to_disk, or hf://owner/name",
     )
-    add("--json-keys", nargs="+", metavar="KEY", help="keys to take, one corpus each (text)")
+    add(
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="keys to take, one corpus each (default: text; with --chat, messages)",
+    )
     add("--input-format", choices=FORMATS, help="for files whose names do not tell")
     add("--domain", nargs="+", default=(), metavar="NAME", help="one for all inputs, or one each")
     add("--domain-key", metavar="KEY", help="dotted path to a row's domain")
@@ -57,6 +70,42 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add("--hf-split", default="train", help="split of a saved or hub dataset")
     add("--hf-config", help="configuration of a hub dataset")
     add("--max-row-mb", type=int, default=100, help="rows above this are bad rows (default 100)")
+
+
+def _add_targets(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is learned", "by default every token, and all alike")
+    add = group.add_argument
+    add(
+        "--chat",
+        action="store_true",
+        help="rows hold conversations (Hugging Face messages, or Megatron's --sft files): render "
+        "them with the chat template, and learn what stands in its {%% generation %%} tags",
+    )
+    add("--chat-template", metavar="FILE", help="in place of the tokenizer's own")
+    add(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help='variables of the template, such as \'{"date_string": "26 Jul 2024"}\'',
+    )
+    add("--tools-key", default="tools", metavar="KEY", help="where a row may have tools (tools)")
+    add(
+        "--max-conversation-tokens",
+        type=int,
+        metavar="N",
+        help="longer ones lose whole turns at their end, or are bad rows",
+    )
+    add("--long-conversations", choices=TOO_LONG, default=TOO_LONG[0])
+    add(
+        "--weight-key",
+        metavar="KEY",
+        help="dotted path to a row's weight as a target: a number, or a list of one for each token",
+    )
+    add(
+        "--weight-dtype",
+        choices=WEIGHT_DTYPES,
+        default="float32",
+        help="of the file of weights (default float32)",
+    )
 
 
 def _add_processing(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +151,8 @@ def config_from(args: argparse.Namespace) -> PreprocessConfig:
     names = [name for name in PreprocessConfig.__dataclass_fields__ if name not in special]
     values: dict[str, Any] = {name: getattr(args, name) for name in names}
     default_keys = ["input_ids"] if args.pretokenized else ["text"]
+    if args.chat:
+        default_keys = ["messages"]
     for name in ("input", "domain"):
         values[name] = tuple(values[name])
     return PreprocessConfig(
@@ -151,6 +202,20 @@ def _with_shard_joined(argv: Sequence[str]) -> list[str]:
     return joined
 
 
+def _counts_of(conversations: Mapping[str, int]) -> str:
+    """The counts of --chat as a sentence."""
+    counts = Counter(conversations)
+    text = f"{counts['conversations']} conversations with {counts['answers']} answers"
+    if counts["rows_of_several"]:
+        text += f"; {counts['rows_of_several']} rows held several, each from a system message on"
+    if counts["shortened"]:
+        text += (
+            f"; {counts['shortened']} were over --max-conversation-tokens and lost their last "
+            f"{counts['dropped_messages']} messages in all"
+        )
+    return text
+
+
 def print_summary(summary: Summary) -> None:
     """The summary for people."""
     for note in summary.notes:
@@ -162,6 +227,12 @@ def print_summary(summary: Summary) -> None:
             f"{prefix}: {summary.documents[number]} documents{beside}, {summary.tokens[number]} "
             f"tokens, {summary.empty_documents[number]} empty left out"
         )
+        if summary.weighted_tokens:
+            learned = summary.weighted_tokens[number]
+            share = learned / max(summary.tokens[number], 1)
+            say(f"  {learned} of its tokens are learned ({share:.1%})")
+    if summary.conversations:
+        say(_counts_of(summary.conversations))
     if summary.engine != NO_ENGINE:
         rate = summary.processed_bytes / 1e6 / max(summary.seconds, 1e-9)
         say(f"{summary.rows_read} rows read in {summary.seconds:.1f} s ({rate:.2f} MB/s)")

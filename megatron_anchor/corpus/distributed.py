@@ -14,8 +14,10 @@ from megatron_anchor.corpus.locks import locked
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.preprocess import PreprocessConfig, Summary, preprocess
 from megatron_anchor.corpus.rejections import RowError
+from megatron_anchor.corpus.weight_options import weighted_tokens
 from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.manifest import KeyManifest, domains_path, manifest_path
+from megatron_anchor.indexed.weights import weights_manifest_path, weights_path
 from megatron_anchor.whole_files import atomic_write
 
 
@@ -149,8 +151,10 @@ def _merge(
     rejected_file = _gather_rejected(config, configs)
     _remove(Path(f"{config.output_prefix}.shards"), summaries, configs)
     first = manifests[0]
+    prefixes = [f"{config.output_prefix}_{key}_{level}" for key in config.json_keys]
+    weighted, conversations = weighted_tokens(prefixes)
     return Summary(
-        prefixes=[f"{config.output_prefix}_{key}_{level}" for key in config.json_keys],
+        prefixes=prefixes,
         documents=[manifest.documents for manifest in manifests],
         tokens=[manifest.tokens for manifest in manifests],
         rows_read=first.rows_read,
@@ -165,6 +169,8 @@ def _merge(
         notes=[f"{len(summaries)} shards on Ray", *summaries[0].notes],
         seconds=max(summary.seconds for summary in summaries),
         processing_seconds=max(summary.processing_seconds for summary in summaries),
+        weighted_tokens=weighted,
+        conversations=conversations,
     )
 
 
@@ -189,6 +195,8 @@ def _remove(
         lambda p: Path(f"{p}.idx"),
         domains_path,
         manifest_path,
+        weights_path,
+        weights_manifest_path,
     ]
     for summary in summaries:
         for prefix in summary.prefixes:

@@ -23,18 +23,20 @@ if TYPE_CHECKING:
 _BY_FINGERPRINT = "in the tokenizer's fingerprint"
 _BY_SOURCES = "in the identity of every source"
 
-TEXT_OPTIONS = ("append_eod", "pretokenized", "split_sentences")
+TEXT_OPTIONS = ("append_eod", "pretokenized", "split_sentences", "chat")
 """What a text becomes hangs on them: also corpora that are merged must agree in them."""
 
 ROW_OPTIONS = (
     *("json_keys", "domain_key", "hf_split", "hf_config", "max_row_mb", "shard", "domain"),
-    "input_format",
+    *("input_format", "tools_key", "max_conversation_tokens", "long_conversations"),
+    *("weight_key", "weight_dtype"),
 )
 """Which rows there are, and what they are called, hangs on them; corpora of many inputs differ."""
 
 ELSEWHERE = {
     "input": _BY_SOURCES,
     **{f.name: _BY_FINGERPRINT for f in fields(TokenizerConfig) if f.name != "engine"},
+    **dict.fromkeys(("chat_template", "chat_template_kwargs"), "in `conversations`, by digests"),
     **dict.fromkeys(("keep_newlines", "lang", "punkt_path"), "in `sentences`, where there are any"),
 }
 """Options that are in an identity by what they lead to, and not by their values."""
@@ -57,6 +59,7 @@ WITHOUT_EFFECT = {
 """Options that cannot change a byte of a corpus, and why."""
 
 _SENTENCES = "sentences"
+_CONVERSATIONS = "conversations"
 _ABSENT = object()
 _SHOWN = 4  # differences named in a message
 
@@ -67,10 +70,12 @@ def run_identity(
     fingerprint: str,
     *,
     punkt: str | None = None,
+    template: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """All that a resumed run must agree in, as JSON values.
 
-    `fingerprint` is that of the tokenizer, `punkt` the digest of the sentence splitter's model.
+    `fingerprint` is that of the tokenizer, `punkt` the digest of the sentence splitter's model,
+    `template` the digests of the chat template and its variables.
     """
     identity = {
         **{name: getattr(config, name) for name in (*TEXT_OPTIONS, *ROW_OPTIONS)},
@@ -78,6 +83,7 @@ def run_identity(
         _SENTENCES: None
         if punkt is None
         else {"keep_newlines": config.keep_newlines, "lang": config.lang, "model": punkt},
+        _CONVERSATIONS: template,
         "sources": {source.path: source.identity for source in sources},
     }
     return json.loads(json.dumps(identity))
@@ -85,7 +91,7 @@ def run_identity(
 
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a manifest's settings in which corpora that are merged must agree."""
-    names = (*TEXT_OPTIONS, _SENTENCES)
+    names = (*TEXT_OPTIONS, _SENTENCES, _CONVERSATIONS)
     return {name: settings[name] for name in names if name in settings}
 
 

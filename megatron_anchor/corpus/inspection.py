@@ -12,6 +12,7 @@ from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.checks import index_problems, named
 from megatron_anchor.indexed.manifest import KeyManifest, read_domains, read_manifest
 from megatron_anchor.indexed.pair import IndexedCorpus
+from megatron_anchor.indexed.weights import WEIGHTS_BLOCK, TargetWeights
 
 ALL = "all"
 PERCENTILES = (50, 90, 99, 100)
@@ -34,6 +35,22 @@ class DomainLengths:
 
 
 @dataclass(frozen=True)
+class LearnedTokens:
+    """What a corpus' weights say."""
+
+    dtype: str
+    weighted_tokens: int
+    share: float
+    """Of all tokens, those that weigh more than nothing."""
+    weight_sum: float
+    largest: float
+    documents: int
+    """Documents with such a token."""
+    conversations: dict[str, int]
+    """Counts of `--chat`; empty for other weights."""
+
+
+@dataclass(frozen=True)
 class Report:
     """What `inspect_corpus` found; `edges` are the lower ends of the length bins."""
 
@@ -44,6 +61,8 @@ class Report:
     domains: tuple[DomainLengths, ...]
     """All documents first (named `all`), then every domain, largest first."""
     problems: tuple[str, ...]
+    learned: LearnedTokens | None = None
+    """None where the corpus has no weights: then all tokens are learned alike."""
 
 
 def inspect_corpus(
@@ -69,6 +88,8 @@ def inspect_corpus(
             if stated != held:
                 problems.append(f"the manifest states {stated} {what}, the corpus holds {held}")
     lengths = _safe_lengths(corpus)
+    learned, found_wrong = _learned(corpus, lengths)
+    problems += found_wrong
     edges = length_edges(int(lengths.max(initial=1)))
     domains = [_domain_lengths(ALL, lengths, edges)]
     try:
@@ -88,7 +109,59 @@ def inspect_corpus(
         edges=tuple(edges.tolist()),
         domains=tuple(domains),
         problems=tuple(problems),
+        learned=learned,
     )
+
+
+def _learned(corpus: IndexedCorpus, lengths: np.ndarray) -> tuple[LearnedTokens | None, list[str]]:
+    """What the weights say, counted anew, and where they disagree with their JSON."""
+    try:
+        weights = TargetWeights.open(corpus.prefix)
+    except UserError as error:
+        return None, [str(error)]
+    if weights is None:
+        return None, []
+    stated = weights.manifest
+    if stated.tokens != len(corpus.tokens):
+        return None, [f"there are {stated.tokens} weights for {len(corpus.tokens)} tokens"]
+    total, largest, flags = 0.0, 0.0, np.zeros(stated.tokens, dtype=bool)
+    for at in range(0, stated.tokens, WEIGHTS_BLOCK):
+        block = weights.at(at, WEIGHTS_BLOCK)
+        total += float(block.sum(dtype=np.float64))
+        largest = max(largest, float(block.max(initial=0.0)))
+        flags[at : at + len(block)] = block > 0
+    ends = np.concatenate(([0], np.cumsum(flags, dtype=np.int64)))
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    documents = 0
+    if starts[-1] == stated.tokens:  # documents lie one after another, as all tools write them
+        documents = int(np.count_nonzero(np.diff(ends[starts])))
+    count = int(ends[-1])
+    held = LearnedTokens(
+        dtype=stated.dtype,
+        weighted_tokens=count,
+        share=count / max(stated.tokens, 1),
+        weight_sum=total,
+        largest=largest,
+        documents=documents,
+        conversations=dict(stated.made_from.get("counts", {})),
+    )
+    if (stated.weighted_tokens, stated.weight_sum, stated.largest) == (count, total, largest):
+        return held, []
+    return held, [
+        f"the weights' JSON states {stated.weighted_tokens} learned tokens and a sum of "
+        f"{stated.weight_sum:g}, the file holds {count} and {total:g}"
+    ]
+
+
+def weights_of_document(corpus: IndexedCorpus, index: int) -> np.ndarray | None:
+    """float32 [tokens]: the weights of a document; None where the corpus has none."""
+    weights = TargetWeights.open(corpus.prefix)
+    if weights is None:
+        return None
+    first = int(corpus.document_indices[index])
+    count = len(corpus.document(index))
+    start = int(corpus.pointers[first]) // corpus.dtype.itemsize if count else 0
+    return weights.at(start, count)
 
 
 def _count_problems(found: Sequence[DomainLengths], manifest: KeyManifest) -> list[str]:

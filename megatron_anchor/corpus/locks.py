@@ -54,6 +54,10 @@ class Lock:
             stream = open(self.path, "a+")  # noqa: SIM115 - held until release
         except FileNotFoundError:  # the holder removed the folder
             return None
+        except FileExistsError as error:  # the folder was there, and was removed before a look
+            if self.path.parent.exists():
+                raise UserError(f"{self._output} cannot be made: {error.strerror}") from error
+            return None
         except OSError as error:
             raise UserError(f"{self._output} cannot be made: {error.strerror}") from error
         try:

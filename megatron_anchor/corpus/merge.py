@@ -1,13 +1,13 @@
 """Merging corpora: any number of `.bin/.idx` pairs, one after another, in bounded memory.
 
 dtype, key, level, eod, tokenizer fingerprint, and all settings that decide what a text becomes must
-agree; domain names are united in the order in
-which they are met, so merged shards equal the corpus of one run byte for byte.
+agree, and all parts have weights of one dtype or none has any; domain names are united in the order
+in which they are met, so merged shards equal the corpus of one run byte for byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from megatron_anchor.corpus.identity import text_settings
 from megatron_anchor.corpus.locks import working_folder
 from megatron_anchor.corpus.shards import is_one_run, shard_order
+from megatron_anchor.corpus.weight_options import joined_origins
 from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.checks import require_sound
 from megatron_anchor.indexed.manifest import (
@@ -30,10 +31,16 @@ from megatron_anchor.indexed.manifest import (
     write_domains,
 )
 from megatron_anchor.indexed.pair import IndexedCorpus, bin_path, idx_path, write_index
+from megatron_anchor.indexed.weights import (
+    TargetWeights,
+    describe_weights,
+    weights_manifest_path,
+    weights_path,
+)
 from megatron_anchor.whole_files import move_finished
 
 _BLOCK = 1 << 20  # elements moved at once
-_NAMES = ("bin", "domains.npy", "manifest.json", "idx")
+_NAMES = ("bin", "weights.bin", "weights.json", "domains.npy", "manifest.json", "idx")
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class _Part:
     corpus: IndexedCorpus
     manifest: KeyManifest | None
     domains: tuple[list[str], np.ndarray] | None
+    weights: TargetWeights | None
 
 
 def merge_corpora(
@@ -70,17 +78,18 @@ def merge_corpora(
     _refuse_doubled(prefixes)
     parts = [parts[place] for place in order]
     with working_folder(Path(f"{out}.merging"), output=out) as folder:
-        finals = [bin_path(out), domains_path(out), manifest_path(out), idx_path(out)]
+        finals = [bin_path(out), weights_path(out), weights_manifest_path(out)]
+        finals += [domains_path(out), manifest_path(out), idx_path(out)]
         existing = [path for path in finals if path.exists()]
         if existing and not overwrite:
             raise UserError(f"{existing[0]} exists; choose another output prefix or --overwrite")
         try:
             manifest = _write(parts, folder, progress=progress)
-            for path in existing:
+            for path in reversed(existing):  # the index first: then it is no corpus any more
                 path.unlink()
             for name, final in zip(_NAMES, finals, strict=True):
-                if (folder / name).exists():
-                    move_finished(folder / name, final)
+                if (folder / f"all.{name}").exists():
+                    move_finished(folder / f"all.{name}", final)
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error.strerror}") from error
     return manifest
@@ -103,22 +112,31 @@ def _write(parts: Sequence[_Part], folder: Path, *, progress: bool) -> KeyManife
     names = _domain_names(parts)
     _write_streams(parts, folder, names, progress=progress)
     manifest = _merged_manifest(parts, names)
+    prefix = folder / "all"
     write_index(
-        folder / "idx",
+        idx_path(prefix),
         dtype=parts[0].corpus.dtype,
         lengths_file=folder / "lengths",
         document_ends_file=folder / "ends",
     )
     if manifest is not None:
-        write_domains(folder / "domains.npy", folder / "domains")
-        manifest.write(folder / "manifest.json")
+        write_domains(domains_path(prefix), folder / "domains")
+        manifest.write(manifest_path(prefix))
+    weights = [part.weights.manifest for part in parts if part.weights is not None]
+    if weights:
+        describe_weights(
+            prefix,
+            dtype=weights[0].dtype,
+            made_from=joined_origins([one.made_from for one in weights]),
+        )
     return manifest
 
 
 def _open(prefix: str | Path) -> _Part:
     corpus = IndexedCorpus.open(prefix)
     require_sound(corpus)
-    return _Part(Path(prefix), corpus, read_manifest(prefix), read_domains(prefix))
+    manifest, domains = read_manifest(prefix), read_domains(prefix)
+    return _Part(Path(prefix), corpus, manifest, domains, TargetWeights.open(prefix))
 
 
 def _check_fit(parts: Sequence[_Part]) -> None:
@@ -134,6 +152,7 @@ def _check_fit(parts: Sequence[_Part]) -> None:
                 "it cannot be checked that the tokenizers agree; make that part again, or move all "
                 "manifests away"
             )
+        pairs += _weight_pairs(first, part)
         if a is not None and b is not None:
             pairs += _manifest_pairs(a, b)
         for what, left, right in pairs:
@@ -142,6 +161,20 @@ def _check_fit(parts: Sequence[_Part]) -> None:
                     f"{first.prefix} has {what} {left}, {part.prefix} has {right}: corpora can be "
                     "merged only where it agrees"
                 )
+
+
+def _weight_pairs(a: _Part, b: _Part) -> list[tuple[str, Any, Any]]:
+    """The dtypes of weights, which all parts have or none."""
+    if (a.weights is None) != (b.weights is None):
+        without, other = (a, b) if a.weights is None else (b, a)
+        raise UserError(
+            f"{weights_path(without.prefix)} does not exist, and {other.prefix} has weights: all "
+            "parts have them or none has; make that part again with --weight-key or --chat, or "
+            f"move {weights_path(other.prefix)} and its .json away to train on all tokens"
+        )
+    if a.weights is None or b.weights is None:
+        return []
+    return [("weights of the dtype", a.weights.manifest.dtype, b.weights.manifest.dtype)]
 
 
 def _manifest_pairs(a: KeyManifest, b: KeyManifest) -> list[tuple[str, Any, Any]]:
@@ -170,7 +203,7 @@ def _write_streams(
     sequences = 0
     codes = {name: code for code, name in enumerate(names)}
     with (
-        open(folder / "bin", "wb") as tokens,
+        open(bin_path(folder / "all"), "wb") as tokens,
         open(folder / "lengths", "wb") as lengths,
         open(folder / "ends", "wb") as ends,
         open(folder / "domains", "wb") as domains,
@@ -178,16 +211,27 @@ def _write_streams(
     ):
         for part in parts:
             corpus = part.corpus
-            with open(bin_path(part.prefix), "rb") as stream:
-                while block := stream.read(1 << 24):
-                    tokens.write(block)
-                    bar.update(len(block))
+            for size in _append(bin_path(part.prefix), tokens):
+                bar.update(size)
             _copy(corpus.lengths, lengths)
             _copy(corpus.document_indices[1:], ends, plus=sequences)
             sequences += len(corpus.lengths)
             if part.domains is not None:
                 own, ids = part.domains
                 _copy(ids, domains, table=np.array([codes[name] for name in own], dtype=np.int32))
+    if parts[0].weights is not None:
+        with open(weights_path(folder / "all"), "wb") as weights:
+            for part in parts:
+                for _ in _append(weights_path(part.prefix), weights):
+                    pass
+
+
+def _append(path: Path, out: BinaryIO) -> Iterator[int]:
+    """Copy a file to the end of another; yields the bytes of every piece."""
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 24):
+            out.write(block)
+            yield len(block)
 
 
 def _copy(

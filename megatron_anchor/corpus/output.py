@@ -25,10 +25,12 @@ from megatron_anchor.corpus.locks import Lock, empty
 from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.manifest import DomainCount, KeyManifest, write_domains
 from megatron_anchor.indexed.pair import write_index
+from megatron_anchor.indexed.weights import describe_weights
 from megatron_anchor.whole_files import atomic_write_text, move_finished
 
 _MOST_DOMAINS = 10_000
 _STREAMS = ("bin", "lengths", "ends", "domains")
+_WEIGHTS = ("weights.bin", "weights.json")
 
 
 @dataclass
@@ -60,6 +62,10 @@ class Progress:
     """Rows read of a source, by its number."""
     engines: list[str] = field(default_factory=list)
     """`NAME VERSION` of every package that made ids."""
+    weighted: list[int] = field(default_factory=list)
+    """Tokens that weigh more than nothing, by key; 0 where there are no weights."""
+    chat: dict[str, int] = field(default_factory=dict)
+    """Counts of conversations."""
     complete: bool = False
 
     @classmethod
@@ -74,7 +80,7 @@ class Progress:
             raise _lost(path, f"its {wrong[0]!r} is not what a checkpoint has")
         progress = cls(**value)
         by_key: list[Sequence[Any]] = [progress.empty, progress.kept, progress.sequences]
-        by_key += [progress.documents, progress.tokens]
+        by_key += [progress.documents, progress.tokens, progress.weighted]
         by_key += [progress.domain_documents, progress.domain_tokens]
         if {len(held) for held in by_key} != {keys}:
             raise _lost(path, f"it does not count for {keys} keys")
@@ -100,7 +106,9 @@ class CorpusOutput:
         resume: bool,
         overwrite: bool,
         checkpoint_seconds: float = 10.0,
+        weight_dtype: str | None = None,
     ) -> None:
+        self.weight_dtype = weight_dtype
         self.prefix = Path(prefix)
         self.keys = tuple(keys)
         self.dtype = dtype
@@ -130,13 +138,21 @@ class CorpusOutput:
     @property
     def final_paths(self) -> list[Path]:
         """All files of a finished run but the list of rejected rows, which may have none."""
-        return [path for name, path in self._finals().items() if name != "rejected"]
+        return [path for name, path in self._finals().items() if name in self._written]
+
+    @property
+    def _written(self) -> set[str]:
+        """The stream names of `final_paths`."""
+        endings: tuple[str, ...] = ("bin", "domains.npy", "manifest.json", "idx")
+        if self.weight_dtype is not None:
+            endings += _WEIGHTS
+        return {f"{number}.{ending}" for number in range(len(self.keys)) for ending in endings}
 
     def _finals(self) -> dict[str, Path]:
         """Stream name -> final path, in the order of renaming: an index makes a corpus whole."""
         numbered = [(str(i), self.corpus_prefix(key)) for i, key in enumerate(self.keys)]
         finals = {"rejected": self.rejected_path}
-        for ending in ("bin", "domains.npy", "manifest.json", "idx"):
+        for ending in ("bin", *_WEIGHTS, "domains.npy", "manifest.json", "idx"):
             finals |= {f"{number}.{ending}": Path(f"{p}.{ending}") for number, p in numbered}
         return finals
 
@@ -183,6 +199,7 @@ class CorpusOutput:
             self.progress.sequences = [0] * count
             self.progress.documents = [0] * count
             self.progress.tokens = [0] * count
+            self.progress.weighted = [0] * count
             self.progress.domain_documents = [[] for _ in self.keys]
             self.progress.domain_tokens = [[] for _ in self.keys]
             self._write_json("run.json", self.identity)
@@ -192,7 +209,8 @@ class CorpusOutput:
             self.checkpoint()
 
     def _open_streams(self) -> None:
-        names = [f"{i}.{ending}" for i in range(len(self.keys)) for ending in _STREAMS]
+        endings = _STREAMS if self.weight_dtype is None else (*_STREAMS, _WEIGHTS[0])
+        names = [f"{i}.{ending}" for i in range(len(self.keys)) for ending in endings]
         for name in [*names, "rejected"]:
             path = self.folder / name
             path.touch()
@@ -222,6 +240,8 @@ class CorpusOutput:
         state.rows_read += encoded.rows_read
         state.blank_lines += encoded.blank_lines
         state.text_bytes += encoded.text_bytes
+        for name, count in encoded.chat.items():
+            state.chat[name] = state.chat.get(name, 0) + count
         state.source_rows[str(source)] = state.source_rows.get(str(source), 0) + encoded.rows_read
         state.span, state.offset, state.row = span, offset, row
         if time.monotonic() - self._last >= self._every:
@@ -238,6 +258,9 @@ class CorpusOutput:
         self._write(f"{number}.lengths", output.lengths.data)
         self._write(f"{number}.ends", (output.document_ends + state.sequences[number]).data)
         self._write(f"{number}.domains", domains.data)
+        if output.weights is not None:
+            self._write(f"{number}.{_WEIGHTS[0]}", output.weights.data)
+            state.weighted[number] += int(np.count_nonzero(output.weights))
         ends = np.concatenate(([0], np.cumsum(output.lengths, dtype=np.int64)))
         sizes = np.diff(ends[output.document_ends], prepend=0)
         documents, tokens = state.domain_documents[number], state.domain_tokens[number]
@@ -298,17 +321,19 @@ class CorpusOutput:
         with atomic_write_text(self.folder / name) as stream:
             json.dump(value, stream)
 
-    def finish(self, manifest: Mapping[str, Any]) -> list[KeyManifest]:
+    def finish(
+        self, manifest: Mapping[str, Any], *, weights_from: Mapping[str, Any] | None = None
+    ) -> list[KeyManifest]:
         """Build indices and manifests, rename everything, remove the folder.
 
-        `manifest` holds the fields that this class does not know. A run killed in here finishes
-        when it is resumed.
+        `manifest` holds the fields that this class does not know, `weights_from` what made the
+        weights. A run killed in here finishes when it is resumed.
         """
         manifests = [self._manifest(number, manifest) for number in range(len(self.keys))]
         if not self.progress.complete:
             try:
                 for number, entry in enumerate(manifests):
-                    self._build(number, entry)
+                    self._build(number, entry, dict(weights_from or {}))
             except OSError as error:
                 raise UserError(
                     f"{self.folder} cannot be written: {error.strerror}; go on with --resume"
@@ -320,6 +345,9 @@ class CorpusOutput:
             if name.endswith("idx") and (self.folder / name).exists():
                 final.unlink(missing_ok=True)
         for name, final in finals.items():
+            if name.endswith(_WEIGHTS) and self.weight_dtype is None:
+                final.unlink(missing_ok=True)  # those of a corpus that is replaced
+        for name, final in finals.items():
             part = self.folder / name
             if name == "rejected" and part.exists() and not part.stat().st_size:
                 part.unlink()
@@ -329,7 +357,7 @@ class CorpusOutput:
         self._remove_folder()
         return manifests
 
-    def _build(self, number: int, entry: KeyManifest) -> None:
+    def _build(self, number: int, entry: KeyManifest, weights_from: dict[str, Any]) -> None:
         part = self.folder / str(number)
         write_index(
             Path(f"{part}.idx"),
@@ -338,6 +366,13 @@ class CorpusOutput:
             document_ends_file=Path(f"{part}.ends"),
         )
         write_domains(Path(f"{part}.domains.npy"), Path(f"{part}.domains"))
+        if self.weight_dtype is not None:
+            describe_weights(
+                part,
+                dtype=self.weight_dtype,
+                made_from=weights_from,
+                may_be_zero=entry.shard is not None,
+            )
         entry.write(Path(f"{part}.manifest.json"))
 
     def _manifest(self, number: int, extra: Mapping[str, Any]) -> KeyManifest:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_anchor.corpus.chat_encoding import TOO_LONG, ChatSettings
 from megatron_anchor.corpus.encoding import EncodeConfig
 from megatron_anchor.corpus.folders import counted, described
 from megatron_anchor.corpus.identity import (
@@ -33,6 +34,15 @@ from megatron_anchor.corpus.sources import (
     parse_shard,
     plan,
     resolve,
+)
+from megatron_anchor.corpus.weight_options import (
+    checked_chat,
+    idle_weight_options,
+    require_weight_options,
+    run_notes,
+    weight_dtype_of,
+    weighted_tokens,
+    weights_from,
 )
 from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.manifest import KeyManifest, manifest_path
@@ -64,6 +74,14 @@ class PreprocessConfig:
     domain: tuple[str, ...] = ()
     domain_key: str | None = None
     pretokenized: bool = False
+    chat: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: str | None = None
+    tools_key: str = "tools"
+    max_conversation_tokens: int | None = None
+    long_conversations: str = TOO_LONG[0]
+    weight_key: str | None = None
+    weight_dtype: str = "float32"
     hf_split: str = "train"
     hf_config: str | None = None
     append_eod: bool = False
@@ -90,6 +108,7 @@ class PreprocessConfig:
             raise UserError("pre-tokenized rows have one key of ids; give a single --json-keys")
         if self.pretokenized and self.split_sentences:
             raise UserError("--split-sentences needs text, and rows of --pretokenized hold ids")
+        require_weight_options(self)
         bad = [key for key in self.json_keys if not key or os.sep in key]
         if bad or len(set(self.json_keys)) != len(self.json_keys):
             raise UserError(f"--json-keys {list(self.json_keys)}: expected different names")
@@ -102,15 +121,14 @@ class PreprocessConfig:
     @property
     def notes(self) -> list[str]:
         """Settings that have no effect, for the user to know."""
-        if self.split_sentences:
-            return []
         of_sentences = {
             "--keep-newlines": self.keep_newlines,
             "--lang": self.lang != "english",
             "--punkt-path": self.punkt_path is not None,
         }
         given = [flag for flag, is_given in of_sentences.items() if is_given]
-        return [f"{flag} has no effect without --split-sentences" for flag in given]
+        without = [f"{flag} has no effect without --split-sentences" for flag in given]
+        return [*([] if self.split_sentences else without), *idle_weight_options(self)]
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,10 @@ class Summary:
     """Of the whole run, loading included."""
     processing_seconds: float
     """From the moment when all workers were ready."""
+    weighted_tokens: list[int] = field(default_factory=list)
+    """Tokens that are learned, by corpus; empty where all are."""
+    conversations: dict[str, int] = field(default_factory=dict)
+    """Counts of --chat."""
 
 
 def preprocess(config: PreprocessConfig) -> Summary:
@@ -159,11 +181,13 @@ def preprocess(config: PreprocessConfig) -> Summary:
         )
     splitter = _splitter(config)
     spans = _plan(config, sources)
+    chat = checked_chat(config, tokenizer)
     identity = run_identity(
         config,
         sources,
         tokenizer.fingerprint(),
         punkt=model_digest(splitter) if splitter else None,
+        template=chat.template.identity if chat else None,
     )
     output = CorpusOutput(
         config.output_prefix,
@@ -174,11 +198,12 @@ def preprocess(config: PreprocessConfig) -> Summary:
         resume=config.resume,
         overwrite=config.overwrite,
         checkpoint_seconds=config.checkpoint_seconds,
+        weight_dtype=weight_dtype_of(config),
     )
     if output.already_finished:
         return _finished_before(config, output, identity)
     try:
-        return _process(config, output, tokenizer, inputs, spans, splitter, began=began)
+        return _process(config, output, tokenizer, inputs, spans, splitter, chat, began=began)
     except BaseException:
         if not output.progress.rows_read:
             output.discard()  # the next run needs neither --resume nor --overwrite
@@ -194,6 +219,7 @@ def _process(
     inputs: Inputs,
     spans: list[Span],
     splitter: SplitterConfig | None,
+    chat: ChatSettings | None,
     *,
     began: float,
 ) -> Summary:
@@ -204,23 +230,31 @@ def _process(
         recipe=recipe,
         rows=_row_options(config, tokenizer),
         dtype=output.dtype,
-        prefix=() if config.pretokenized else tokenizer.prefix,
-        suffix=() if config.pretokenized else tokenizer.suffix,
-        eod_id=tokenizer.eod_id if config.append_eod else None,
+        prefix=() if config.pretokenized or chat else tokenizer.prefix,
+        suffix=() if config.pretokenized or chat else tokenizer.suffix,
+        eod_id=tokenizer.eod_id if config.append_eod and not chat else None,
         splitter=splitter,
         threads=workers if recipe.shares_threads else 1,
+        chat=chat,
+        weight_dtype=output.weight_dtype,
     )
     ready, bytes_before = time.monotonic(), output.progress.text_bytes
     if not output.progress.complete:
         if not config.pretokenized:
-            output.progress.engines = sorted({*output.progress.engines, *recipe.versions})
+            made_by = chat.versions if chat else recipe.versions
+            output.progress.engines = sorted({*output.progress.engines, *made_by})
         ready = _run(config, output, sources, spans, encode, workers=workers)
         _check_not_empty(config, output)
-    manifests = output.finish(_manifest_fields(config, tokenizer, inputs, output))
+    manifests = output.finish(
+        _manifest_fields(config, tokenizer, inputs, output),
+        weights_from=weights_from(
+            config, chat, fingerprint=tokenizer.fingerprint(), counts=output.progress.chat
+        ),
+    )
     return _summary(
         output,
         manifests,
-        notes=[*described(inputs.passed_over), note, *tokenizer.notes, *config.notes],
+        notes=[*described(inputs.passed_over), note, *run_notes(config, tokenizer, chat)],
         engine=recipe.name,
         began=began,
         ready=ready,
@@ -238,6 +272,10 @@ def _splitter(config: PreprocessConfig) -> SplitterConfig | None:
 
 def _read_options(config: PreprocessConfig, *, shared: bool = False) -> ReadOptions:
     needed, optional = list(config.json_keys), ["source"] if config.pretokenized else []
+    if config.chat:
+        optional.append(config.tools_key)
+    if config.weight_key:
+        needed.append(config.weight_key)
     if config.domain_key:
         (optional if config.domain else needed).append(config.domain_key)
     columns, spare = (dict.fromkeys(k.split(".")[0] for k in keys) for keys in (needed, optional))
@@ -259,6 +297,10 @@ def _row_options(config: PreprocessConfig, tokenizer: Tokenizer) -> RowOptions:
         max_row_bytes=config.max_row_mb << 20,
         pretokenized=config.pretokenized,
         vocab_size=tokenizer.vocab_size,
+        chat=config.chat,
+        tools_key=config.tools_key,
+        weight_key=config.weight_key,
+        weight_dtype=config.weight_dtype,
     )
 
 
@@ -308,6 +350,8 @@ def _engine(
 ) -> tuple[EngineRecipe, str]:
     if config.pretokenized:
         return tokenizer.native, "rows hold ids already"
+    if config.chat:
+        return tokenizer.native, f"engine {tokenizer.native.name}, which tells where tokens stand"
     sample: list[str] = []
     if tokenizer.fast is not None and config.tokenizer.engine != "native":
         sample = _sample(config, tokenizer, sources, spans)
@@ -404,6 +448,14 @@ def _check_not_empty(config: PreprocessConfig, output: CorpusOutput) -> None:
                 f"{state.rejected_rows} rejected{listed}, {sum(state.empty)} empty; a corpus "
                 "without documents cannot be opened"
             )
+    if output.weight_dtype is not None and not all(output.progress.weighted):
+        state = output.progress
+        output.discard()
+        key = output.keys[state.weighted.index(0)]
+        raise UserError(
+            f"all {state.tokens[state.weighted.index(0)]} tokens of {key!r} have the weight 0, so "
+            f"there is nothing to learn; check what {config.weight_key!r} holds"
+        )
 
 
 def _manifest_fields(
@@ -445,8 +497,10 @@ def _summary(
     bytes_before: int,
 ) -> Summary:
     first = manifests[0]
+    prefixes = [str(output.corpus_prefix(manifest.key)) for manifest in manifests]
+    weighted, conversations = weighted_tokens(prefixes)
     return Summary(
-        prefixes=[str(output.corpus_prefix(manifest.key)) for manifest in manifests],
+        prefixes=prefixes,
         documents=[manifest.documents for manifest in manifests],
         tokens=[manifest.tokens for manifest in manifests],
         rows_read=first.rows_read,
@@ -461,6 +515,8 @@ def _summary(
         notes=notes,
         seconds=round(time.monotonic() - began, 3),
         processing_seconds=round(time.monotonic() - ready, 3),
+        weighted_tokens=weighted,
+        conversations=conversations,
     )
 
 

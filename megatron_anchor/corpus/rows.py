@@ -13,6 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from megatron_anchor.corpus.conversations import ConversationError, conversations_of
 from megatron_anchor.corpus.duplicate_keys import (
     DuplicateKeyError,
     may_have_duplicates,
@@ -21,6 +24,7 @@ from megatron_anchor.corpus.duplicate_keys import (
 from megatron_anchor.corpus.pretokenized import SpanError, split_spans
 from megatron_anchor.corpus.readers import BOM, Chunk
 from megatron_anchor.corpus.rejections import Rejection
+from megatron_anchor.corpus.row_weights import WeightError, checked_weights, require_length
 
 _quick: Any = None
 with contextlib.suppress(ImportError):
@@ -41,11 +45,32 @@ class RowOptions:
     pretokenized: bool = False
     vocab_size: int = 0
     """Ids of a pre-tokenized row must lie below it."""
+    chat: bool = False
+    """Whether the key holds conversations."""
+    tools_key: str = "tools"
+    """Where rows with conversations may have tools."""
+    weight_key: str | None = None
+    weight_dtype: str = "float32"
+
+    @property
+    def read_keys(self) -> tuple[str, ...]:
+        """Keys of a row, and of the objects in it, that enter the corpus."""
+        keys = (*self.keys, *filter(None, [self.domain_key, self.weight_key]))
+        if self.pretokenized:
+            keys += ("source", "start", "end")
+        if self.chat:
+            keys += (self.tools_key, "role", "content", "from", "value", "tool_calls")
+        return keys
+
+    @property
+    def exact_numbers(self) -> bool:
+        """Whether numbers of a row enter the corpus."""
+        return self.pretokenized or self.chat or self.weight_key is not None
 
 
 @dataclass
 class Document:
-    """A document: `values` holds, for each key, the texts (or id arrays) of its sequences."""
+    """A document: `values` holds, for each key, its sequences: texts, id arrays, conversations."""
 
     row: int
     values: list[list[Any]]
@@ -53,6 +78,8 @@ class Document:
     text_bytes: int = 0
     raw: bytes | None = None
     """The row as it was read, for the side file."""
+    weights: np.ndarray | None = None
+    """Of its tokens: 0-d where all weigh the same, else 1-D."""
 
 
 @dataclass
@@ -84,7 +111,8 @@ def parse_chunk(chunk: Chunk, options: RowOptions) -> ParsedChunk:
                 value = dict.fromkeys(options.keys, _text_file(raw))
             elif raw is not None:
                 value = _load(raw, options)
-            documents = _documents(value, number, chunk.domain, options)
+            from_table = chunk.kind in ("table", "objects")  # in both, nulls fill gaps
+            documents = _documents(value, number, chunk.domain, options, from_table=from_table)
         except _RowError as bad:
             kind, detail = bad.args
             shown = raw if raw is not None else _shown(value)
@@ -135,13 +163,11 @@ def _values(chunk: Chunk, parsed: ParsedChunk) -> Iterator[tuple[int, bytes | No
 def _load(raw: bytes, options: RowOptions) -> Any:
     """A row's value. `orjson` may read good rows (it is twice as fast); `json` judges the others.
 
-    Numbers over 64 bits differ between the two, so `json` reads rows of ids.
+    Numbers over 64 bits differ between the two, so `json` reads rows with `exact_numbers`.
     """
-    keys = (*options.keys, *filter(None, [options.domain_key]))
-    if options.pretokenized:
-        keys += ("source",)
+    keys = options.read_keys
     doubled = may_have_duplicates(raw, keys)
-    if _quick is not None and not doubled and not options.pretokenized:
+    if _quick is not None and not doubled and not options.exact_numbers:
         try:
             return _quick.loads(raw)
         except ValueError:
@@ -188,19 +214,52 @@ def _other_encoding(raw: bytes) -> str:
     return ""
 
 
-def _documents(record: Any, number: int, domain: str, options: RowOptions) -> list[Document]:
+def _documents(
+    record: Any, number: int, domain: str, options: RowOptions, *, from_table: bool
+) -> list[Document]:
     if not isinstance(record, Mapping):
         raise _RowError("not an object", f"the row is a JSON {_name(record)}")
     if options.domain_key is not None:
         domain = _domain(record, domain, options)
+    if options.chat:
+        return _chats(record, number, domain, options, from_table=from_table)
+    weights = _weights(record, options)
     if options.pretokenized:
-        return _pretokenized(record, number, domain, options)
+        return _pretokenized(record, number, domain, options, weights)
     values, size = [], 0
     for key in options.keys:
         texts, text_bytes = _texts(record, key)
         values.append(texts)
         size += text_bytes
-    return [Document(number, values, domain, size)]
+    return [Document(number, values, domain, size, weights=weights)]
+
+
+def _chats(
+    record: Mapping, number: int, domain: str, options: RowOptions, *, from_table: bool
+) -> list[Document]:
+    [key] = options.keys
+    messages, tools = lookup(record, key), lookup(record, options.tools_key)
+    if messages is _MISSING:
+        raise _missing(record, key)
+    try:
+        found = conversations_of(
+            messages, None if tools is _MISSING else tools, from_table=from_table
+        )
+    except ConversationError as bad:
+        raise _RowError(bad.kind, f"{key!r}: {bad.detail}") from None
+    return [Document(number, [[chat]], domain, chat.text_bytes) for chat in found]
+
+
+def _weights(record: Mapping, options: RowOptions) -> np.ndarray | None:
+    if options.weight_key is None:
+        return None
+    value = lookup(record, options.weight_key)
+    if value is _MISSING:
+        raise _missing(record, options.weight_key)
+    try:
+        return checked_weights(value, dtype=options.weight_dtype)
+    except WeightError as bad:
+        raise _RowError("not a weight", f"{options.weight_key!r} {bad}") from None
 
 
 def _texts(record: Mapping, key: str) -> tuple[list[str], int]:
@@ -254,7 +313,9 @@ def lookup(record: Mapping, key: str) -> Any:
     return value
 
 
-def _pretokenized(record: Mapping, number: int, domain: str, options: RowOptions) -> list[Document]:
+def _pretokenized(
+    record: Mapping, number: int, domain: str, options: RowOptions, weights: np.ndarray | None
+) -> list[Document]:
     [key] = options.keys
     value = lookup(record, key)
     if value is _MISSING:
@@ -263,7 +324,17 @@ def _pretokenized(record: Mapping, number: int, domain: str, options: RowOptions
         parts = split_spans(value, record.get("source"), vocab_size=options.vocab_size)
     except SpanError as bad:
         raise _RowError("not token ids", f"{key!r} {bad}") from None
-    return [Document(number, [[ids]], name or domain) for ids, name in parts]
+    documents = [Document(number, [[ids]], name or domain) for ids, name in parts]
+    if weights is not None:
+        try:
+            require_length(weights, [sum(len(ids) for ids, _ in parts)])
+        except WeightError as bad:
+            raise _RowError("not a weight", f"{options.weight_key!r} {bad}") from None
+        at = 0
+        for document, (ids, _) in zip(documents, parts, strict=True):
+            document.weights = weights if weights.ndim == 0 else weights[at : at + len(ids)]
+            at += len(ids)
+    return documents
 
 
 def _missing(record: Mapping, key: str) -> _RowError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from megatron_anchor.evaluation.haystack import measure
 from megatron_anchor.evaluation.material import Draft, Material
 from megatron_anchor.evaluation.question_files import Question
 
+QUESTION_SETS = ("qa_squad", "qa_hotpot")
+"""RULER's two tasks of this kind, each with a file of its own."""
+
 _TASK = "Answer the question from the documents, in a few words and with nothing else."
 _FRAME = 120  # about the tokens of the instructions, and of the room for the answer
 _TRIES = 200  # questions drawn before one that is too long is taken, and refused
@@ -18,18 +22,31 @@ _END = "\u241e"  # between the documents while they are one text; no document ho
 
 
 def draft_answering(
-    material: Material, rng: random.Random, *, length: int, depth: float | None
+    material: Material,
+    rng: random.Random,
+    *,
+    length: int,
+    depth: float | None,
+    source: str = "qa",
 ) -> Draft:
     """Make a prompt; where a document does not fit whole, it is cut at a word.
+
+    Args:
+        material: with the questions.
+        rng: chooses.
+        length: tokens of the prompt and of the room for the answer.
+        depth: None; the documents are in any order.
+        source: the task, which may have questions of its own.
 
     Raises:
         UserError: if there are no questions.
     """
     assert depth is None
-    if not material.questions:
+    questions = material.question_sets.get(source) or material.questions
+    if not questions:
         raise UserError("task qa needs questions: give --qa-file")
-    question = _choose(material, rng, length)
-    others = _others(material, rng, question.documents, length)
+    question = _choose(questions, material, rng, length)
+    others = _others(questions, material, rng, question.documents, length)
     haystack = measure(f" {_END} ".join(others), material.tokenizer, length=length)
     marks = np.array([i for i, c in enumerate(haystack.text) if c == _END])
     keys = [rng.random() for _ in range(len(question.documents) + len(others))]
@@ -47,20 +64,28 @@ def draft_answering(
     return Draft(build, haystack.tokens, list(question.answers))
 
 
-def _choose(material: Material, rng: random.Random, length: int) -> Question:
+def _choose(
+    questions: Sequence[Question], material: Material, rng: random.Random, length: int
+) -> Question:
     """A question whose own documents leave room for at least a little of others."""
-    chosen = material.questions[0]
+    chosen = questions[0]
     for _ in range(_TRIES):
-        chosen = rng.choice(material.questions)
+        chosen = rng.choice(questions)
         own = [chosen.text, *chosen.documents]
         if sum(map(material.token_count, own)) < length * 0.8 - _FRAME:
             break
     return chosen
 
 
-def _others(material: Material, rng: random.Random, own: tuple[str, ...], length: int) -> list[str]:
+def _others(
+    questions: Sequence[Question],
+    material: Material,
+    rng: random.Random,
+    own: tuple[str, ...],
+    length: int,
+) -> list[str]:
     """Other questions' documents, each once, then again and again, until they fill the prompt."""
-    pool = dict.fromkeys(d for question in material.questions for d in question.documents)
+    pool = dict.fromkeys(d for question in questions for d in question.documents)
     documents = [text.replace(_END, "") for text in pool if text not in own]
     if not documents:
         raise UserError(

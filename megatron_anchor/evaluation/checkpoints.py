@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -40,6 +41,14 @@ class Checkpoint:
     def is_megatron(self) -> bool:
         """It has to be exported first."""
         return not (self.source / "config.json").is_file()
+
+    def behind(self, first_token: str) -> Checkpoint:
+        """Return the same checkpoint, told apart by what its prompts begin with."""
+        return dataclasses.replace(
+            self,
+            label=f"{self.label} first-token {first_token}",
+            name=f"{self.name}.first-token-{first_token}",
+        )
 
 
 def split_label(word: str) -> tuple[str | None, Path]:
@@ -155,7 +164,10 @@ def hugging_face_folder(
         logger_of(__name__).warning("%s has changed: exporting it anew", source)
         shutil.rmtree(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    done = convert_to_hugging_face(source, target, like=like, progress=progress)
+    # Prompts get the recorded anchor here, whatever the tokenizer does.
+    done = convert_to_hugging_face(
+        source, target, like=like, keep_tokenizer=True, progress=progress
+    )
     for told in done.notes:
         logger_of(__name__).info("%s: %s", source, told)
     with atomic_write_text(note) as stream:

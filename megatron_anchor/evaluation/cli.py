@@ -12,7 +12,9 @@ from typing import Any
 from megatron_anchor.command_line import make_parser
 from megatron_anchor.compat import quiet_imports_without_gpu
 from megatron_anchor.errors import UserError
+from megatron_anchor.evaluation.answering import QUESTION_SETS
 from megatron_anchor.evaluation.models import DTYPES, Placement
+from megatron_anchor.evaluation.tasks import ALL, TASKS
 from megatron_anchor.terminal import say, say_block, say_json
 from megatron_anchor.whole_files import atomic_write_text
 
@@ -48,7 +50,13 @@ def parser() -> argparse.ArgumentParser:
         "those with one label, or with none, are averaged with their spread",
     )
     add("--output-dir", required=True, metavar="DIR", help="for results, and exports of Megatron's")
-    add("--tasks", nargs="+", default=["ruler"], help="`ruler` (all), `none`, or names of tasks")
+    add(
+        "--tasks",
+        nargs="+",
+        default=[ALL],
+        metavar="TASK",
+        help=f"`{ALL}` (all that there are texts for), `none`, or some of {', '.join(TASKS)}",
+    )
     add("--seq-lengths", nargs="+", type=int, default=[4096], metavar="N")
     add("--num-samples", type=int, default=100, help="of a task and length (default 100)")
     add("--seed", type=int, default=42)
@@ -59,6 +67,9 @@ def parser() -> argparse.ArgumentParser:
     texts("--depths", nargs="+", type=float, default=(), metavar="PERCENT", help="of the needle")
     texts("--haystack", metavar="FILE", help="essays; default: Python's language reference")
     texts("--qa-file", metavar="FILE", help="SQuAD, HotpotQA or JSON lines, for the task qa")
+    for name in QUESTION_SETS:
+        flag = f"--{name.replace('_', '-')}"
+        texts(flag, metavar="FILE", help=f"the same, for the task {name}, with a score of its own")
     texts("--perplexity", action="store_true", help="also by position, on --text")
     texts("--text", nargs="+", default=(), metavar="FILE_OR_GLOB")
     model = parser.add_argument_group("model").add_argument
@@ -66,7 +77,14 @@ def parser() -> argparse.ArgumentParser:
     model("--device", choices=("auto", "cpu", "cuda"), default="auto")
     model("--attn-implementation", default="sdpa", help="of transformers (default sdpa)")
     model("--tokenizer", metavar="DIR", help="default: the checkpoint's own")
-    model("--first-token", default="auto", help="auto (the tokenizer's), none, bos, eos or an id")
+    model(
+        "--first-token",
+        nargs="+",
+        default=["auto"],
+        metavar="TOKEN",
+        help="auto (the anchor that config.json records, else the tokenizer's), none, bos, eos or "
+        "an id; several are compared",
+    )
     model("--like", metavar="DIR", help="for exports: config and tokenizer of the original model")
     model("--allow-longer", action="store_true", help="lengths beyond max_position_embeddings")
     output = parser.add_argument_group("output").add_argument
@@ -113,11 +131,10 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--perplexity needs --text FILE_OR_GLOB ..., and --text --perplexity")
     if args.engine == "lm-eval":
         given = {"--depths": args.depths, "--haystack": args.haystack, "--qa-file": args.qa_file}
+        given |= {f"--{name.replace('_', '-')}": getattr(args, name) for name in QUESTION_SETS}
         for flag, value in given.items():
             if value:
                 raise UserError(f"{flag}: lm-eval has its own texts; leave it out")
-        if args.first_token != "auto":
-            raise UserError("--first-token: lm-eval decides that itself; leave it out")
 
 
 def _saved(args: argparse.Namespace) -> dict[str, Any]:
@@ -150,9 +167,12 @@ def _evaluated(args: argparse.Namespace) -> dict[str, Any]:
         depths=[depth / 100 for depth in sorted(set(args.depths))],
         essays=read_essays(args.haystack) if args.haystack else default_essays(),
         questions=questions,
+        question_sets={
+            name: read_questions(path) for name in QUESTION_SETS if (path := getattr(args, name))
+        },
         texts=read_texts(args.text),
         tokenizer=args.tokenizer,
-        first_token=args.first_token,
+        first_tokens=list(dict.fromkeys(args.first_token)),
         like=args.like,
         allow_longer=args.allow_longer,
         resume=args.resume,
@@ -169,7 +189,12 @@ def _tasks(args: argparse.Namespace) -> list[str]:
             raise UserError("--tasks none leaves nothing to do without --perplexity")
         return []
     # The harness downloads questions of its own.
-    return choose_tasks(args.tasks, has_questions=bool(args.qa_file) or args.engine == "lm-eval")
+    downloads = args.engine == "lm-eval"
+    return choose_tasks(
+        args.tasks,
+        has_questions=bool(args.qa_file) or downloads,
+        sets=[name for name in QUESTION_SETS if downloads or getattr(args, name)],
+    )
 
 
 def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:

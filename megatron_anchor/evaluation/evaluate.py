@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_anchor.checkpoint.anchored_tokenizer import recorded_anchor
 from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation import harness, perplexity
 from megatron_anchor.evaluation.checkpoints import (
@@ -20,8 +21,13 @@ from megatron_anchor.evaluation.checkpoints import (
 from megatron_anchor.evaluation.generation import Generator
 from megatron_anchor.evaluation.haystack import digest_of
 from megatron_anchor.evaluation.material import Material
-from megatron_anchor.evaluation.models import Placement, check_positions, load_model
-from megatron_anchor.evaluation.published import QA_SCORE
+from megatron_anchor.evaluation.models import (
+    Placement,
+    check_positions,
+    load_model,
+    read_config,
+)
+from megatron_anchor.evaluation.published import QA_SCORE, has_questions
 from megatron_anchor.evaluation.question_files import Question
 from megatron_anchor.evaluation.records import Key, Records, key_of
 from megatron_anchor.evaluation.tasks import TASKS, Sample, check_length, make_sample
@@ -55,11 +61,14 @@ class Evaluation:
     """Of the asked needle, as shares; taken in turn."""
     essays: str = ""
     questions: Sequence[Question] = ()
+    question_sets: Mapping[str, Sequence[Question]] = field(default_factory=dict)
+    """Of `answering.QUESTION_SETS`."""
     texts: Sequence[perplexity.Text] = ()
     """For the perplexity by position; none: not measured."""
     tokenizer: str | None = None
     """Folder; None: each checkpoint's own."""
-    first_token: str = "auto"
+    first_tokens: Sequence[str] = ("auto",)
+    """What prompts begin with; each checkpoint is asked with each of them."""
     like: str | None = None
     allow_longer: bool = False
     resume: bool = True
@@ -82,8 +91,11 @@ class Evaluation:
             "dtype": self.placement.dtype,
             "haystack": digest_of(self.essays),
             "questions": digest_of(repr(self.questions)) if self.questions else None,
+            **{name: digest_of(repr(found)) for name, found in self.question_sets.items()},
             "texts": [text.digest for text in self.texts],
-            "qa_score": QA_SCORE if self.engine == "lm-eval" and "qa" in self.tasks else None,
+            "qa_score": QA_SCORE
+            if self.engine == "lm-eval" and has_questions(self.task_names)
+            else None,
         }
 
 
@@ -105,7 +117,7 @@ def evaluate(asked: Evaluation, checkpoints: Sequence[Checkpoint]) -> list[Evalu
     """
     if asked.engine == "lm-eval":
         harness.check_harness(asked.seq_lengths, num_samples=asked.num_samples)
-    ready = [_Ready(asked, checkpoint) for checkpoint in checkpoints]
+    ready = [_Ready(asked, c, first) for c in checkpoints for first in asked.first_tokens]
     checked: set[str] = set()
     for one in ready:
         one.check(checked)
@@ -115,19 +127,25 @@ def evaluate(asked: Evaluation, checkpoints: Sequence[Checkpoint]) -> list[Evalu
 class _Ready:
     """A checkpoint as a Hugging Face folder with its tokenizer."""
 
-    def __init__(self, asked: Evaluation, checkpoint: Checkpoint) -> None:
-        self.asked, self.checkpoint = asked, checkpoint
+    def __init__(self, asked: Evaluation, checkpoint: Checkpoint, first_token: str) -> None:
+        self.asked = asked
+        several = len(asked.first_tokens) > 1
+        self.checkpoint = checkpoint.behind(first_token) if several else checkpoint
         self.folder = hugging_face_folder(
             checkpoint, asked.output, like=asked.like, progress=asked.progress
         )
         self.tokenizer_folder = Path(asked.tokenizer or self.folder)
-        self.tokenizer = PromptTokenizer(self.tokenizer_folder, first_token=asked.first_token)
-        self.material = Material(self.tokenizer, asked.essays, asked.questions)
+        self.tokenizer = PromptTokenizer(
+            self.tokenizer_folder,
+            first_token=first_token,
+            recorded=recorded_anchor(read_config(self.folder)),
+        )
+        self.material = Material(self.tokenizer, asked.essays, asked.questions, asked.question_sets)
         self.settings = {
             **asked.settings(),
             "model": digest_of_model(self.folder),
             "tokenizer": self.tokenizer.digest,
-            "first_token": None if asked.engine == "lm-eval" else self.tokenizer.first,
+            "first_token": self.tokenizer.first,
         }
 
     def check(self, checked: set[str]) -> None:
@@ -135,8 +153,8 @@ class _Ready:
         asked = self.asked
         assert self.windows or not asked.texts
         note = check_positions(self.folder, asked.seq_lengths, allow_longer=asked.allow_longer)
-        if note:
-            logger.warning(note)
+        for told in filter(None, (note, self.tokenizer.note)):
+            logger.warning(told)
         if self.tokenizer.digest in checked:
             return
         checked.add(self.tokenizer.digest)
@@ -225,10 +243,17 @@ class _Ready:
         )
 
     def _harness(self, todo: Sequence[Key]) -> Iterator[list[dict[str, Any]]]:
+        with harness.tokenizer_with(self.tokenizer_folder, self.tokenizer.first) as folder:
+            yield from self._asked_by_harness(todo, folder)
+
+    def _asked_by_harness(
+        self, todo: Sequence[Key], tokenizer: Path
+    ) -> Iterator[list[dict[str, Any]]]:
         asked = self.asked
         job = harness.HarnessJob(
             folder=self.folder,
-            tokenizer=self.tokenizer_folder,
+            tokenizer=tokenizer,
+            first_token=self.tokenizer.first,
             lengths=asked.seq_lengths,
             num_samples=asked.num_samples,
             seed=asked.seed,

@@ -6,11 +6,15 @@ a network; `niah_single_1`, `niah_multikey_2`, `niah_multikey_3`, `vt` and `fwe`
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_anchor.checkpoint import anchored_tokenizer, tokenizer_files
 from megatron_anchor.checkpoint.model_folder import own_code
 from megatron_anchor.checkpoint.pretrained import check_weights
 from megatron_anchor.errors import UserError
@@ -18,7 +22,7 @@ from megatron_anchor.evaluation import scoring
 from megatron_anchor.evaluation.models import Placement
 from megatron_anchor.terminal import logger_of
 
-INSTALL = 'pip install "lm-eval[ruler]"'
+INSTALL = 'pip install "lm-eval[hf,ruler]"'
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 """Those that the harness' tasks have a metric for."""
 
@@ -30,6 +34,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "cwe": ("ruler_cwe",),
     "fwe": ("ruler_fwe",),
     "qa": ("ruler_qa_squad", "ruler_qa_hotpot"),
+    "qa_squad": ("ruler_qa_squad",),
+    "qa_hotpot": ("ruler_qa_hotpot",),
 }
 """Our names to the harness' where they differ."""
 
@@ -52,6 +58,8 @@ class HarnessJob:
     batch_size: int
     placement: Placement
     """A resolved one."""
+    first_token: Sequence[int] = ()
+    """What prompts begin with: the tokenizer puts it there if it is told to add special tokens."""
 
     def model_arguments(self) -> dict[str, Any]:
         """Arguments of the harness' ``HFLM``."""
@@ -60,6 +68,7 @@ class HarnessJob:
             "tokenizer": str(self.tokenizer),
             "dtype": self.placement.dtype,
             "attn_implementation": self.placement.attention,
+            "add_bos_token": bool(self.first_token),
             "trust_remote_code": False,
             "max_length": max(self.lengths),
             "batch_size": self.batch_size,
@@ -92,7 +101,7 @@ class HarnessJob:
 
 def harness_names(tasks: Sequence[str]) -> list[str]:
     """Give the harness' names of our tasks."""
-    return [name for task in tasks for name in NAMES.get(task, (task,))]
+    return list(dict.fromkeys(name for task in tasks for name in NAMES.get(task, (task,))))
 
 
 def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
@@ -112,11 +121,49 @@ def check_harness(lengths: Sequence[int], *, num_samples: int) -> None:
             f"--num-samples {num_samples}: the harness' ruler tasks have {PROMPTS} for each length"
         )
     try:
+        import accelerate  # noqa: F401
         import lm_eval  # noqa: F401
         import nltk  # noqa: F401
         import wonderwords  # noqa: F401
     except ImportError as error:
         raise UserError(f"--engine lm-eval: {error}; {INSTALL}") from error
+
+
+@contextlib.contextmanager
+def tokenizer_with(folder: Path, first: Sequence[int]) -> Iterator[Path]:
+    """Give a tokenizer's folder that puts the first token in front of prompts, for the harness.
+
+    The harness can only tell a tokenizer whether to add its special tokens, not which. So it gets a
+    copy that adds the wanted one.
+
+    Args:
+        folder: of the tokenizer, left as it is.
+        first: the wanted token; empty: none, for which no copy is needed.
+
+    Raises:
+        UserError: if the tokenizer cannot be made to do so.
+    """
+    if not first:
+        yield folder
+        return
+    if len(first) > 1:
+        raise UserError(
+            f"--engine lm-eval: the tokenizer of {folder} puts {list(first)} first, and the "
+            "harness can be given one token; name one with --first-token"
+        )
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as made:
+        copied = Path(made)
+        tokenizer_files.copy_tokenizer(folder, copied)
+        if (folder / "config.json").is_file():  # names the tokenizer's class
+            shutil.copyfile(folder / "config.json", copied / "config.json")
+        try:
+            anchored_tokenizer.add_anchor(copied, first[0], chats=False)
+        except UserError as error:
+            raise UserError(
+                f"--engine lm-eval, --first-token {first[0]}: {error.__cause__ or error}; take "
+                "--engine hf or --first-token none"
+            ) from error
+        yield copied
 
 
 def check_code(job: HarnessJob) -> None:

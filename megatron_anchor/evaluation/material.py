@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,8 @@ class Material:
     tokenizer: PromptTokenizer
     essays: str
     questions: Sequence[Question] = ()
+    question_sets: Mapping[str, Sequence[Question]] = field(default_factory=dict)
+    """Of tasks that have a file of their own."""
     _measured: dict[tuple[str, int], Haystack] = field(default_factory=dict)
     _counted: dict[str, int] = field(default_factory=dict)
 

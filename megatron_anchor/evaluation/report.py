@@ -57,7 +57,21 @@ def _scores(label: str, group: Group) -> str:
         spread = "one checkpoint; behind +-, the standard error over its samples"
     head = f"### {label}\n\nScores in percent, {first['samples']} samples each; {spread}: {told}."
     notes = " ".join([group["mean_note"], *group["score_notes"]])
-    return f"{head}\n\n{table(['task', *map(short_length, lengths)], rows)}\n\n{notes}"
+    shown = table(["task", *map(short_length, lengths)], rows)
+    parts = [head, shown, _averages(group, lengths), notes, escaped(group["comparable"])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _averages(group: Group, lengths: Sequence[int]) -> str:
+    """RULER's averages of the last row over the lengths."""
+    found = group["averages"]
+    if not found:
+        return ""
+    return (
+        f"Over {', '.join(map(short_length, lengths))}: Avg {found['avg']:.1f}; wAvg "
+        f"{found['wavg_inc']:.1f} with weights 1 to {len(lengths)} (the longest counts most), "
+        f"{found['wavg_dec']:.1f} with {len(lengths)} to 1."
+    )
 
 
 def cell_text(cell: Mapping[str, Any] | None, *, several: bool) -> str:

@@ -11,14 +11,15 @@ from typing import Any
 
 from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation.evaluate import Evaluated
-from megatron_anchor.evaluation.published import mean_note, score_notes
+from megatron_anchor.evaluation.published import averages, comparability, mean_note, score_notes
 from megatron_anchor.whole_files import atomic_write_text
 
 RESULTS = "results.json"
 
 Group = dict[str, Any]
 """``checkpoints`` (names), ``settings`` (of each), ``scores`` (task, then length, to a cell),
-``mean`` (length to a cell), ``mean_note`` and ``score_notes`` (how these stand to RULER's),
+``mean`` (length to a cell), ``averages`` (over lengths, or None), ``mean_note``, ``score_notes``
+and ``comparable`` (how these stand to RULER's),
 ``depths`` (percent, then length, to a cell) and ``perplexity`` (rows, or None). A cell has
 ``mean``, ``std``, ``min``, ``max`` over checkpoints in percent, each one's ``checkpoints``,
 ``samples`` of each and the ``stderr`` of one checkpoint's mean over its samples.
@@ -67,6 +68,8 @@ def _group(members: Sequence[Evaluated]) -> Group:
         "mean": means,
         "mean_note": mean_note(settings) if tasks else "",
         "score_notes": score_notes(settings) if tasks else [],
+        "averages": averages(means),
+        "comparable": comparability(settings) if tasks else "",
         "depths": {
             f"{100 * depth:g}": {
                 str(n): _cell(members, _is(depth=depth, length=n)) for n in lengths
@@ -163,6 +166,8 @@ def read_results(folders: Sequence[tuple[str | None, Path]]) -> dict[str, Any]:
                 if group["scores"]:  # files of earlier versions do not say
                     group["mean_note"] = mean_note(group["settings"][0])
                     group["score_notes"] = score_notes(group["settings"][0])
+                    group["averages"] = averages(group["mean"])
+                    group["comparable"] = comparability(group["settings"][0])
         except OSError as error:
             raise UserError(
                 f"--plot {folder}: no {RESULTS} of a finished evaluation ({error})"
@@ -198,7 +203,7 @@ def _check(group: Group) -> None:
 
 _COMPARABLE = (
     *("engine", "seed", "num_samples", "tokenizer", "first_token", "haystack", "texts"),
-    *("questions", "depths", "qa_score"),
+    *("questions", "qa_squad", "qa_hotpot", "depths", "qa_score"),
 )
 
 

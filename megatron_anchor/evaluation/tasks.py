@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_anchor.errors import UserError
 from megatron_anchor.evaluation import scoring
-from megatron_anchor.evaluation.answering import draft_answering
+from megatron_anchor.evaluation.answering import QUESTION_SETS, draft_answering
 from megatron_anchor.evaluation.fitting import TooShortError, largest_fitting
 from megatron_anchor.evaluation.material import Draft, Material
 from megatron_anchor.evaluation.needles import NeedleTask
@@ -64,6 +64,10 @@ TASKS: dict[str, Task] = {
     "cwe": Task(draft_common_words, 120),
     "fwe": Task(draft_frequent_words, 50),
     "qa": Task(draft_answering, 32, score=scoring.any_found),
+    **{
+        name: Task(functools.partial(draft_answering, source=name), 32, score=scoring.any_found)
+        for name in QUESTION_SETS
+    },
 }
 
 
@@ -92,8 +96,15 @@ class Sample:
         return len(self.ids) + self.new_tokens
 
 
-def choose_tasks(names: Sequence[str], *, has_questions: bool) -> list[str]:
+def choose_tasks(
+    names: Sequence[str], *, has_questions: bool, sets: Collection[str] = ()
+) -> list[str]:
     """Resolve ``--tasks``; names may be joined by commas.
+
+    Args:
+        names: as given.
+        has_questions: whether there is a file for ``qa``.
+        sets: those of `QUESTION_SETS` that there is a file for.
 
     Raises:
         UserError: for an unknown name, with the nearest one.
@@ -101,7 +112,8 @@ def choose_tasks(names: Sequence[str], *, has_questions: bool) -> list[str]:
     found: dict[str, None] = {}
     for name in [part.strip() for word in names for part in word.split(",") if part.strip()]:
         if name == ALL:
-            found.update(dict.fromkeys(t for t in TASKS if t != "qa" or has_questions))
+            missing = {*QUESTION_SETS} - {*sets} | (set() if has_questions else {"qa"})
+            found.update(dict.fromkeys(t for t in TASKS if t not in missing))
         elif name in TASKS:
             found[name] = None
         else:
@@ -112,6 +124,9 @@ def choose_tasks(names: Sequence[str], *, has_questions: bool) -> list[str]:
         raise UserError(f"--tasks names none; there are {ALL} (all), {', '.join(TASKS)}")
     if "qa" in found and not has_questions:
         raise UserError("--tasks qa needs questions: give --qa-file")
+    for name in QUESTION_SETS:
+        if name in found and name not in sets:
+            raise UserError(f"--tasks {name} needs questions: give --{name.replace('_', '-')} FILE")
     return list(found)
 
 

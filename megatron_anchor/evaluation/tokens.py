@@ -21,13 +21,16 @@ _PROBES = ("a", " a", "Hello,  world", "x = 1\n    y\n\n", "\n The  end. ")
 class PromptTokenizer:
     """Text to ids and back; a prompt's ids begin with the first token that was asked for."""
 
-    def __init__(self, folder: str | Path, *, first_token: str = "auto") -> None:
+    def __init__(
+        self, folder: str | Path, *, first_token: str = "auto", recorded: int | None = None
+    ) -> None:
         """Load a folder's tokenizer.
 
         Args:
             folder: Hugging Face folder.
-            first_token: ``auto`` (what the tokenizer itself puts first), ``none``, ``bos``, ``eos``
-                or a token id.
+            first_token: ``auto`` (the recorded anchor, else what the tokenizer itself puts first),
+                ``none``, ``bos``, ``eos`` or a token id.
+            recorded: anchor that the model's config.json records; None: none.
 
         Raises:
             UserError: if there is no tokenizer, or not that token.
@@ -41,7 +44,9 @@ class PromptTokenizer:
         self.folder = Path(folder)
         self._facts = _loaded(self.folder, affixes=first_token == "auto")
         self._engine = self._facts.native_engine
-        self.first = self._first(first_token)
+        self.note: str | None = None
+        """Says where the tokenizer and the recorded anchor differ."""
+        self.first = self._first(first_token, recorded)
         self.digest = self._facts.fingerprint()[:16]
 
     def encode(self, text: str) -> list[int]:
@@ -105,11 +110,11 @@ class PromptTokenizer:
                     f"{theirs}, and corpora are made with {self.encode_text(text)}; {remedy}"
                 )
 
-    def _first(self, wanted: str) -> list[int]:
+    def _first(self, wanted: str, recorded: int | None) -> list[int]:
         if wanted == "none":
             return []
         if wanted == "auto":
-            return list(self._facts.prefix)
+            return self._own_first(recorded)
         if wanted.isdecimal():
             if int(wanted) >= self._facts.vocab_size:
                 raise UserError(
@@ -125,6 +130,23 @@ class PromptTokenizer:
                 "`none`"
             )
         return [found]
+
+    def _own_first(self, recorded: int | None) -> list[int]:
+        own = list(self._facts.prefix)
+        if recorded is None or own == [recorded]:
+            return own
+        if recorded >= self._facts.vocab_size:
+            raise UserError(
+                f"config.json records the anchor {recorded}, but the tokenizer of {self.folder} "
+                f"has {self._facts.vocab_size} tokens; give --first-token, or the model's "
+                "own tokenizer"
+            )
+        self.note = (
+            f"{self.folder}: the tokenizer begins texts with {own or 'nothing'}, and the model was "
+            f"trained behind the anchor {recorded} (config.json), which prompts begin with here; "
+            "elsewhere they do only if whoever asks puts it there"
+        )
+        return [recorded]
 
 
 def _loaded(folder: Path, *, affixes: bool) -> Tokenizer:

@@ -34,7 +34,7 @@ WEIGHT_DTYPES = ("uint8", "float16", "float32")
 LARGEST_WEIGHT = 1024.0
 """Targets are summed in integers of 31 bits; a larger weight would leave too few for the others."""
 
-_BLOCK = 1 << 22
+WEIGHTS_BLOCK = 1 << 22
 """Numbers looked at together."""
 
 
@@ -65,7 +65,11 @@ class WeightsManifest:
 
 
 def describe_weights(
-    prefix: str | Path, *, dtype: str, made_from: dict[str, Any] | None = None
+    prefix: str | Path,
+    *,
+    dtype: str,
+    made_from: dict[str, Any] | None = None,
+    may_be_zero: bool = False,
 ) -> WeightsManifest:
     """Read all weights of a finished corpus, check them, and write the JSON beside them.
 
@@ -73,6 +77,7 @@ def describe_weights(
         prefix: of the corpus, whose `.bin`, `.idx` and `.weights.bin` are finished.
         dtype: of the weights, one of WEIGHT_DTYPES.
         made_from: what made them.
+        may_be_zero: whether all may be 0, as in a shard that others join.
 
     Raises:
         UserError: a weight is negative, not finite or above LARGEST_WEIGHT, or all are 0.
@@ -80,8 +85,8 @@ def describe_weights(
     path = weights_path(prefix)
     numbers = _map(path, dtype)
     weighted, total, largest = 0, 0.0, 0.0
-    for first in range(0, len(numbers), _BLOCK):
-        block = np.asarray(numbers[first : first + _BLOCK], dtype=np.float32)
+    for first in range(0, len(numbers), WEIGHTS_BLOCK):
+        block = np.asarray(numbers[first : first + WEIGHTS_BLOCK], dtype=np.float32)
         wrong = ~((block >= 0) & (block <= LARGEST_WEIGHT))
         if wrong.any():
             at = int(wrong.argmax())
@@ -92,7 +97,7 @@ def describe_weights(
         weighted += int(np.count_nonzero(block))
         total += float(block.sum(dtype=np.float64))
         largest = max(largest, float(block.max(initial=0.0)))
-    if not weighted:
+    if not weighted and not may_be_zero:
         raise UserError(
             f"{path}: all {len(numbers)} weights are 0, so there is nothing to learn; check what "
             "makes them (a chat template without generation tags, a field that is always 0)"
@@ -136,7 +141,7 @@ class TargetWeights:
                 f"{there[0]} is there, but {missing} is not: write the corpus again, or remove "
                 f"{there[0]} to train on all tokens"
             )
-        manifest = _read(described)
+        manifest = read_weights_manifest(prefix)
         _require_fitting(prefix, manifest)
         return cls(str(prefix), manifest)
 
@@ -157,7 +162,9 @@ class TargetWeights:
         return {"prefix": self.prefix, "manifest": self.manifest}
 
 
-def _read(path: Path) -> WeightsManifest:
+def read_weights_manifest(prefix: str | Path) -> WeightsManifest:
+    """The JSON beside the weights of a corpus; `UserError` where it is none."""
+    path = weights_manifest_path(prefix)
     try:
         manifest = WeightsManifest(**json.loads(path.read_text(encoding="utf-8")))
         form = manifest.format

@@ -6,6 +6,7 @@ import runpy
 import sys
 
 from megatron_anchor import on_cpu
+from megatron_anchor.command_line import CommandParser
 from megatron_anchor.terminal import escaped, say, say_block
 
 EXAMPLE = """\
@@ -25,7 +26,7 @@ A run shows that the program's logic holds; nothing about kernels, NCCL, memory 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m megatron_anchor.on_cpu",
         description="Run a Megatron program without a GPU: CUDA means the CPU, NCCL means gloo.",
         epilog=EXAMPLE,
@@ -72,7 +73,7 @@ def main() -> None:
         say_block(as_text())
         return
     if options.program is None:
-        parser.error("no program given; see --help for an example")
+        parser.error("no program given")
     if not options.module and not os.path.isfile(options.program):
         parser.error(f"no such script: {options.program!r}; give a path, or -m and a module")
     try:

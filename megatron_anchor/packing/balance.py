@@ -2,7 +2,7 @@
 
 With masked documents the work of a sample is sum of l^2 over its segments, plus a part that is
 linear in its slots; it differs from sample to sample, and a step takes as long as its slowest rank.
-Inside a global batch any order of the samples gives the same gradient, so they may be dealt out:
+Inside a global batch any order of the samples gives the same gradient, so it may be chosen:
 
   ranks          from the heaviest sample on, each goes to the rank with the least work that still
                  has room; then pairs of samples are swapped between ranks while that helps
@@ -24,11 +24,6 @@ import torch
 from megatron_anchor.errors import UserError
 from megatron_anchor.packing.length_schedule import ScheduledDataset, cut_lengths
 
-LINEAR_WORK = 12
-"""Linear work of a slot in units of l^2, a hidden size: a layer's matrix products take about
-24 hidden^2 floating-point operations a token, causal attention 2 hidden l^2 a document."""
-
-
 _MOST_SWAPS = 16
 """swaps for each rank; more bring nothing that one could measure"""
 
@@ -38,7 +33,7 @@ _WORTH_A_SWAP = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Balancing:
-    """How Megatron's sampler deals out the samples of a batch."""
+    """How Megatron's sampler distributes the samples of a batch."""
 
     global_batch_size: int
     """samples of a global batch, a multiple of micro_batch_size x ranks"""
@@ -63,25 +58,25 @@ IMBALANCE_FIGURES = ("imbalance_before", "imbalance_after")
 """What a `BalancedDataset` adds to its samples, in millionths."""
 
 
-def deal(work: np.ndarray, *, hands: int) -> np.ndarray:
-    """int64 [hands, len(work) / hands], numbers of the items, with nearly equal work in every row.
+def partition(work: np.ndarray, *, num_groups: int) -> np.ndarray:
+    """int64 [num_groups, items of a group], the items, with nearly equal work in every row.
 
     Args:
         work: float64, work of each item.
-        hands: rows; divides the number of items.
+        num_groups: rows; divides the number of items.
     """
-    size = len(work) // hands
-    assert size * hands == len(work), f"{len(work)} items for {hands} hands"
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    load = np.zeros(hands)
+    size = len(work) // num_groups
+    assert size * num_groups == len(work), f"{len(work)} items for {num_groups} groups"
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    load = np.zeros(num_groups)
     for item in np.argsort(-work, kind="stable"):
         row = int(np.argmin(load))
-        dealt[row].append(int(item))
+        groups[row].append(int(item))
         load[row] += work[item]
-        if len(dealt[row]) == size:
+        if len(groups[row]) == size:
             load[row] += np.inf
-    table = np.array(dealt, dtype=np.int64).reshape(hands, size)
-    for _ in range(_MOST_SWAPS * hands):
+    table = np.array(groups, dtype=np.int64).reshape(num_groups, size)
+    for _ in range(_MOST_SWAPS * num_groups):
         if not _swap(table, work):
             break
     return table
@@ -109,11 +104,11 @@ def order_batch(work: np.ndarray, settings: Balancing) -> np.ndarray:
         work: float64 [global batch], work of each sample.
         settings: sizes.
     """
-    rows = deal(work, hands=settings.ranks)
+    rows = partition(work, num_groups=settings.ranks)
     steps = len(work) // (settings.ranks * settings.micro_batch_size)
     places = np.empty((steps, settings.ranks, settings.micro_batch_size), dtype=np.int64)
     for rank, row in enumerate(rows):
-        micro_batches = row[deal(work[row], hands=steps)]
+        micro_batches = row[partition(work[row], num_groups=steps)]
         heaviest_first = np.argsort(-work[micro_batches].sum(axis=1), kind="stable")
         places[:, rank] = micro_batches[heaviest_first]
     return places.ravel()
@@ -235,7 +230,7 @@ def sample_work(dataset: Any, idx: int, *, linear: float, longest: int | None = 
         number = int(dataset.dataset_sample_index[idx])
         return sample_work(inner, number, linear=linear, longest=longest)
     length = dataset.config.sequence_length
-    slots = dataset.pieces(idx).slots
+    slots = dataset.slices(idx).slots
     segments = dataset.config.pattern.segment_lengths(slots, sequence_length=length)
     if longest is not None:
         segments = cut_lengths(segments, longest)

@@ -12,13 +12,13 @@ document there. A document's chunks and rest follow from its length, so nothing 
 Cost: about 40 ns a document. The samples with a given room are found through a bitmap of rooms.
 
 Legend: D documents of the corpus, O documents in reading order (all epochs), I items of a window,
-N samples, P pieces.
+N samples, P slices.
 """
 
 import numpy as np
 
 from megatron_anchor.packing.compiled import compiled
-from megatron_anchor.packing.index import ANCHOR_ALONE, Packed, Pieces, make_pieces
+from megatron_anchor.packing.index import ANCHOR_ALONE, Packed, Slices, make_slices
 
 WINDOW = 1 << 18
 """documents packed together; each window may leave a sample partly filled"""
@@ -131,7 +131,7 @@ def _fit_window(
 def _fit(
     document_index_O: np.ndarray,
     content_lengths_D: np.ndarray,
-    head_slots_D: np.ndarray,
+    prefix_slots_D: np.ndarray,
     sequence_length: int,
     alignment: int,
     window: int,
@@ -144,8 +144,8 @@ def _fit(
         Samples, slices, cut documents, occupied slots, full samples plus items over half a sample,
         and full samples plus what the items' slots fill at least.
     """
-    same_head = len(head_slots_D) == 1
-    head = int(head_slots_D[0])
+    same_prefix = len(prefix_slots_D) == 1
+    prefix = int(prefix_slots_D[0])
     most = sequence_length // alignment
     window = min(window, len(document_index_O))
     content_I = np.empty(window, dtype=np.int32)
@@ -170,12 +170,12 @@ def _fit(
             if rest <= 0:
                 continue
             document = document_index_O[first + i]
-            if not same_head:
-                head = int(head_slots_D[document])
-            occupied += head + rest
-            if rest >= sequence_length - head:  # a division is slow, and seldom needed
-                full = rest // (sequence_length - head)
-                rest -= full * (sequence_length - head)
+            if not same_prefix:
+                prefix = int(prefix_slots_D[document])
+            occupied += prefix + rest
+            if rest >= sequence_length - prefix:  # a division is slow, and seldom needed
+                full = rest // (sequence_length - prefix)
+                rest -= full * (sequence_length - prefix)
                 for chunk in range(full):
                     document_index[written + chunk] = document
                     sample_index[samples + chunk, 0] = written + chunk
@@ -184,10 +184,10 @@ def _fit(
                 samples += full
                 chunks += full
                 cut_documents += full > 1 or rest > 0
-                occupied += head * (full - (rest == 0))
+                occupied += prefix * (full - (rest == 0))
                 if rest == 0:
                     continue
-            size = head + rest
+            size = prefix + rest
             if alignment > 1:
                 size = (size + alignment - 1) // alignment
             document_I[items] = document
@@ -231,7 +231,7 @@ def fit(
     *,
     sequence_length: int,
     slots: int,
-    head_slots_D: np.ndarray = ANCHOR_ALONE,
+    prefix_slots_D: np.ndarray = ANCHOR_ALONE,
     alignment: int = 1,
     window: int = WINDOW,
 ) -> Packed:
@@ -240,9 +240,9 @@ def fit(
     Args:
         document_index_O: int32 documents in reading order.
         content_lengths_D: int32 tokens of every document behind its anchor; 0 = takes no slots.
-        sequence_length: S, slots of a sample, a multiple of `alignment`, more than any head takes.
+        sequence_length: S, slots of a sample, a multiple of `alignment`, above any prefix.
         slots: `count_slots` of these documents, or more.
-        head_slots_D: int32 slots of every document's head, or one number for all of them.
+        prefix_slots_D: int32 slots of every document's prefix, or one number for all of them.
         alignment: each document takes a multiple of it.
         window: documents packed together.
 
@@ -251,13 +251,13 @@ def fit(
         samples, and for the rest the slots or the items over half a sample, whichever needs more.
     """
     # Pages of these that are not written to take no memory.
-    most = len(document_index_O) + slots // (sequence_length - int(head_slots_D.max())) + 1
+    most = len(document_index_O) + slots // (sequence_length - int(prefix_slots_D.max())) + 1
     document_index = np.empty(most, dtype=np.int32)
     sample_index = np.empty((most + 1, 2), dtype=np.int64)
     samples, slices, cut_documents, occupied, *bounds = _fit(
         document_index_O,
         content_lengths_D,
-        head_slots_D,
+        prefix_slots_D,
         sequence_length,
         alignment,
         window,
@@ -274,7 +274,7 @@ def fit(
     )
 
 
-def fitted_pieces(
+def fitted_slices(
     document_P: np.ndarray,
     begin_P: np.ndarray,
     content_P: np.ndarray,
@@ -282,24 +282,24 @@ def fitted_pieces(
     chunk: int,
     sequence_length: int,
     tag_P: np.ndarray | None = None,
-    head_P: np.ndarray | None = None,
+    prefix_P: np.ndarray | None = None,
     alignment: int = 1,
-) -> Pieces:
+) -> Slices:
     """The slices of one sample of `fit` that holds the given documents.
 
     Args:
         chunk: 0 = whole documents and rests of long ones, k = the k-th full sample of the one.
 
-    The other arguments are those of `concatenated_pieces`.
+    The other arguments are those of `concatenated_slices`.
     """
-    most_P = sequence_length - (1 if head_P is None else head_P)
+    most_P = sequence_length - (1 if prefix_P is None else prefix_P)
     if chunk:
         skipped_P = np.full_like(content_P, (chunk - 1) * most_P)
         length_P = np.full_like(content_P, most_P)
     else:
         skipped_P = content_P // most_P * most_P
         length_P = content_P - skipped_P
-    return make_pieces(
+    return make_slices(
         document_P,
         begin_P,
         content_P,
@@ -307,6 +307,6 @@ def fitted_pieces(
         length_P=length_P,
         begun_P=skipped_P > 0,
         tag_P=tag_P,
-        head_P=head_P,
+        prefix_P=prefix_P,
         alignment=alignment,
     )

@@ -35,7 +35,7 @@ from megatron_anchor.context_parallel.split import split_sample
 from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.headers import inspect_corpus
 from megatron_anchor.indexed.weights import TargetWeights
-from megatron_anchor.packing.best_fit import fitted_pieces
+from megatron_anchor.packing.best_fit import fitted_slices
 from megatron_anchor.packing.cache import StoredArrays, digest, load_or_build
 from megatron_anchor.packing.config import PackedDatasetConfig
 from megatron_anchor.packing.documents import Documents
@@ -49,7 +49,7 @@ from megatron_anchor.packing.effective_context import (
 from megatron_anchor.packing.epoch_planner import EpochPlanner, count_listed
 from megatron_anchor.packing.epochs import PlanFigures
 from megatron_anchor.packing.identity import describe_documents, describe_file, without_paths
-from megatron_anchor.packing.index import Pieces, concatenated_pieces
+from megatron_anchor.packing.index import Slices, concatenated_slices
 from megatron_anchor.packing.interleave import interleave
 from megatron_anchor.packing.layout import lay_out
 from megatron_anchor.packing.length_schedule import cut
@@ -205,11 +205,11 @@ class PackedDataset(MegatronDataset):
             IndexError: there is no such sample.
             UserError: a token id is outside the vocabulary.
         """
-        found = self.pieces(0 if idx is None else idx)
-        text, pieces = self._read(found)
-        order = self._interleaved(idx or 0, pieces)
+        found = self.slices(0 if idx is None else idx)
+        text, slices = self._read(found)
+        order = self._interleaved(idx or 0, slices)
         weights = self._slice_weights(found)
-        arrays = lay_out(text, pieces, self._layout, order=order, weights=weights)
+        arrays = lay_out(text, slices, self._layout, order=order, weights=weights)
         if not ids_are_inside(arrays["tokens"], arrays["labels"], self.config.vocab_size):
             raise self._foreign_token_error(idx)
         if idx is None:
@@ -219,7 +219,7 @@ class PackedDataset(MegatronDataset):
         new_anchors = np.zeros(0, dtype=np.int64)
         if longest is not None:
             new_anchors = cut(arrays, self._layout, longest)
-        self._weigh_contexts(arrays, pieces, order, new_anchors)
+        self._weigh_contexts(arrays, slices, order, new_anchors)
         arrays |= self._context_split(arrays["cu_seqlens"])
         sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return sample | {"origin": torch.tensor([self.number, (idx or 0) % len(self)])}
@@ -234,7 +234,7 @@ class PackedDataset(MegatronDataset):
         planner = self._planner()
         return planner.content_lengths[planner.documents]
 
-    def pieces(self, idx: int) -> Pieces:
+    def slices(self, idx: int) -> Slices:
         """The slices of documents that sample `idx` holds.
 
         Raises:
@@ -254,15 +254,15 @@ class PackedDataset(MegatronDataset):
         tag = self._tags.of(documents)
         common: dict[str, Any] = {
             "tag_P": tag,
-            "head_P": 1 + self._tags.lengths[tag],
+            "prefix_P": 1 + self._tags.lengths[tag],
             "alignment": self.config.alignment,
         }
         if concat:
-            return concatenated_pieces(
+            return concatenated_slices(
                 documents, begin, content, first_offset=second, last_offset=next_second, **common
             )
         length = self.config.sequence_length
-        return fitted_pieces(
+        return fitted_slices(
             documents, begin, content, chunk=int(second), sequence_length=length, **common
         )
 
@@ -282,9 +282,9 @@ class PackedDataset(MegatronDataset):
         """How targets are weighed, beside the corpus' own weights; only training is."""
         return self.config.loss_weighting if self.index_split is Split.train else "uniform"
 
-    def _slice_weights(self, pieces: Pieces) -> SliceWeights | None:
+    def _slice_weights(self, slices: Slices) -> SliceWeights | None:
         return slice_weights(
-            pieces,
+            slices,
             weighting=self.weighting,
             corpus=self.target_weights,
             documents=Documents(self.dataset),
@@ -295,13 +295,13 @@ class PackedDataset(MegatronDataset):
     def _weigh_contexts(
         self,
         arrays: dict[str, np.ndarray],
-        pieces: Pieces,
+        slices: Slices,
         order: np.ndarray | None,
         new_anchors: np.ndarray,
     ) -> None:
         if self.context_weights is None:
             return
-        content_S = content_slots(pieces, self.config.sequence_length)
+        content_S = content_slots(slices, self.config.sequence_length)
         if order is not None and not self.config.pattern.masks_documents:
             content_S[: len(order)] = content_S[order]
         content_S[new_anchors] = False
@@ -324,13 +324,13 @@ class PackedDataset(MegatronDataset):
         )
         return np.asarray(stored["counts"])
 
-    def _interleaved(self, idx: int, pieces: Pieces) -> np.ndarray | None:
+    def _interleaved(self, idx: int, slices: Slices) -> np.ndarray | None:
         """The order of a sample's slots, the same on every rank and in every run; None = as is."""
         interleaving = self.config.interleaving()
         if interleaving is None:
             return None
         return interleave(
-            pieces.head + pieces.length,
+            slices.prefix + slices.length,
             interleaving=interleaving,
             random=np.random.default_rng([self.config.random_seed, idx % len(self)]),
         )
@@ -339,7 +339,7 @@ class PackedDataset(MegatronDataset):
         """Leave out what a data loader's worker does not need (one number a document)."""
         return {**self.__dict__, "indices": None}
 
-    def _read(self, pieces: Pieces) -> tuple[np.ndarray, Pieces]:
+    def _read(self, slices: Slices) -> tuple[np.ndarray, Slices]:
         """Text that holds the slices, and the slices with their places in it.
 
         With memory-mapped files this is the whole .bin and nothing is read yet; else the slices
@@ -348,26 +348,26 @@ class PackedDataset(MegatronDataset):
         reader, dtype = self.dataset.bin_reader, self.dataset.index.dtype
         if self.dataset.mmap:
             count = Documents(self.dataset).num_tokens
-            return reader.read(dtype=dtype, count=count, offset=0), pieces
-        itemsize, counts = np.dtype(dtype).itemsize, pieces.tokens_read
-        slices = [
+            return reader.read(dtype=dtype, count=count, offset=0), slices
+        itemsize, counts = np.dtype(dtype).itemsize, slices.tokens_read
+        texts = [
             reader.read(dtype=dtype, count=int(count), offset=int(start) * itemsize)
-            for start, count in zip(pieces.start, counts, strict=True)
+            for start, count in zip(slices.start, counts, strict=True)
         ]
-        return np.concatenate(slices), pieces._replace(start=np.cumsum(counts) - counts)
+        return np.concatenate(texts), slices._replace(start=np.cumsum(counts) - counts)
 
     def _foreign_token_error(self, idx: int | None) -> UserError:
         """Where a sample's first token outside the vocabulary stands, for the user."""
-        pieces = self.pieces(idx or 0)
-        text, places = self._read(pieces)
+        slices = self.slices(idx or 0)
+        text, places = self._read(slices)
         vocab_size = self.config.vocab_size
-        piece, offset = find_token_outside(text, places, vocab_size=vocab_size)
-        token_id = text[places.start[piece] + offset]
-        document = pieces.document[piece]
+        p, offset = find_token_outside(text, places, vocab_size=vocab_size)
+        token_id = text[places.start[p] + offset]
+        document = slices.document[p]
         begin = Documents(self.dataset).boundaries(slice(document, document + 1))[0]
         return UserError(
             f"token id {token_id} in the corpus {self.dataset_path}, document {document}, token "
-            f"{pieces.start[piece] + offset - begin} (sample {idx}) is outside the vocabulary of "
+            f"{slices.start[p] + offset - begin} (sample {idx}) is outside the vocabulary of "
             f"{'any size' if vocab_size is None else vocab_size}: the corpus was written with "
             "another tokenizer or is damaged; tokenize it with the tokenizer of this model, or set "
             "--tokenizer-model (--vocab-size) to the one it was written with"

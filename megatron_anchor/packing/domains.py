@@ -51,8 +51,8 @@ class DomainTags:
             self._open = np.asarray(np.load(self._path, mmap_mode="r", allow_pickle=False))
         return self._open[documents].astype(np.int64) + 1
 
-    def head_slots(self, num_documents: int) -> np.ndarray:
-        """int32 slots of every document's head, [D], or [1] where they are all the same."""
+    def prefix_slots(self, num_documents: int) -> np.ndarray:
+        """int32 slots of every document's prefix, [D], or [1] where they are all the same."""
         if self._path is None:
             return np.ones(1, dtype=np.int32)
         head_D = np.empty(num_documents, dtype=np.int32)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_anchor.packing.index import Pieces
+from megatron_anchor.packing.index import Slices
 
 FIRST_EDGE = 8
 
@@ -120,9 +120,9 @@ def count_contexts(dataset: Any, edges: np.ndarray) -> np.ndarray:
     changes = np.zeros(longest + 2, dtype=np.int64)
     samples = range(dataset.figures.samples)
     for sample in tqdm(samples, desc="contexts", unit="sample", delay=5, disable=None):
-        pieces = dataset.pieces(sample)
+        slices = dataset.slices(sample)
         first, end = _spans(
-            pieces,
+            slices,
             first_token_loss=dataset.config.anchor_first_token_loss,
             apart=dataset.config.pattern.masks_documents,
         )
@@ -133,23 +133,23 @@ def count_contexts(dataset: Any, edges: np.ndarray) -> np.ndarray:
     return np.diff(totals[np.minimum(edges, len(targets))])
 
 
-def _spans(pieces: Pieces, *, first_token_loss: bool, apart: bool) -> tuple[np.ndarray, np.ndarray]:
+def _spans(slices: Slices, *, first_token_loss: bool, apart: bool) -> tuple[np.ndarray, np.ndarray]:
     """The contexts of the targets of every slice, from the first to before the end."""
-    before = np.zeros(len(pieces.length), dtype=np.int64)
+    before = np.zeros(len(slices.length), dtype=np.int64)
     if not apart:
-        before = np.cumsum(pieces.length) - pieces.length
-    head = pieces.anchor_has_target & first_token_loss
-    last = pieces.last_has_target & (first_token_loss | (pieces.length > 0))
+        before = np.cumsum(slices.length) - slices.length
+    head = slices.anchor_has_target & first_token_loss
+    last = slices.last_has_target & (first_token_loss | (slices.length > 0))
     # Context c is predicted by the slot of the slice's c-th token; c = 0 by its head.
-    first = before + np.where(head | (pieces.length == 0), 0, 1)
-    end = before + pieces.length + last
+    first = before + np.where(head | (slices.length == 0), 0, 1)
+    end = before + slices.length + last
     return first, np.maximum(end, first)
 
 
-def content_slots(pieces: Pieces, sequence_length: int) -> np.ndarray:
+def content_slots(slices: Slices, sequence_length: int) -> np.ndarray:
     """bool [S], slots that hold a document's token: no anchor, tag, filling or padding."""
-    counts = np.stack((pieces.head, pieces.length, pieces.filling), axis=1).ravel()
-    is_content = np.tile([False, True, False], len(pieces.length))
+    counts = np.stack((slices.prefix, slices.length, slices.filling), axis=1).ravel()
+    is_content = np.tile([False, True, False], len(slices.length))
     content = np.repeat(is_content, counts)
     return np.concatenate((content, np.zeros(sequence_length - len(content), dtype=np.bool_)))
 

@@ -63,7 +63,7 @@ class EpochPlanner:
             sequence_length=config.sequence_length,
             random_seed=config.random_seed,
             packing=config.packing,
-            head_slots_D=self._head_slots,
+            prefix_slots_D=self._prefix_slots,
             alignment=config.alignment,
         )
 
@@ -93,11 +93,11 @@ class EpochPlanner:
         return self._table.content_lengths(self._own_anchors["own_anchor"])
 
     @cached_property
-    def _head_slots(self) -> np.ndarray:
-        """int32 slots of every document's head, or one number for all; warns of missing tags."""
+    def _prefix_slots(self) -> np.ndarray:
+        """int32 slots of every document's prefix, or one number for all; warns of missing tags."""
         total = self._table.num_documents
-        head_slots = self._tags.head_slots(total)
-        untagged = total if len(head_slots) == 1 else int((head_slots == 1).sum())
+        prefix_slots = self._tags.prefix_slots(total)
+        untagged = total if len(prefix_slots) == 1 else int((prefix_slots == 1).sum())
         if self._config.domain_tags and untagged:
             logger.warning(
                 "%d of %d documents of the corpus %s have no known domain and get no tag%s",
@@ -106,10 +106,10 @@ class EpochPlanner:
                 self._dataset_path,
                 ": beside it there is no .manifest.json with .domains.npy "
                 "(tools/preprocess_data.py --domain-key writes both)"
-                if len(head_slots) == 1
+                if len(prefix_slots) == 1
                 else "",
             )
-        return head_slots
+        return prefix_slots
 
 
 def count_listed(path: str | None) -> int:

@@ -43,7 +43,7 @@ class PlanFigures(NamedTuple):
     cut_documents: int
     """documents with more than one slice"""
     occupied: int
-    """slots that hold heads and tokens"""
+    """slots that hold prefixes and tokens"""
     fewest_samples: int
     """lower bound on the samples that any packing of this kind needs"""
 
@@ -72,7 +72,7 @@ def plan_epochs(
     sequence_length: int,
     random_seed: int,
     packing: str = "concat",
-    head_slots_D: np.ndarray = ANCHOR_ALONE,
+    prefix_slots_D: np.ndarray = ANCHOR_ALONE,
     alignment: int = 1,
 ) -> SamplePlan:
     """Order the documents of each epoch, pack them into samples and order these.
@@ -85,10 +85,10 @@ def plan_epochs(
         sequence_length: S, slots of a sample.
         random_seed: seed of all shuffling.
         packing: one of `patterns.PACKINGS`.
-        head_slots_D: int32 slots in front of every document's first token, or one number for all.
+        prefix_slots_D: int32 slots in front of every document's first token, or one number for all.
         alignment: each document slice takes a multiple of it.
     """
-    slots = count_slots(documents, content_lengths_D, head_slots_D, alignment)
+    slots = count_slots(documents, content_lengths_D, prefix_slots_D, alignment)
     if slots == 0:
         nothing = np.zeros((len(epochs), len(PlanFigures._fields)), np.int64)
         return SamplePlan(
@@ -103,7 +103,7 @@ def plan_epochs(
             content_lengths_D,
             sequence_length=sequence_length,
             slots=slots,
-            head_slots_D=head_slots_D,
+            prefix_slots_D=prefix_slots_D,
             alignment=alignment,
         )
         samples = len(packed.sample_index) - 1

@@ -1,18 +1,18 @@
 """Concat packing: where every sample begins, and which document slices it holds.
 
-The documents are read in a given order and laid end to end, each behind its head (a copy of the
+The documents are read in a given order and laid end to end, each behind its prefix (a copy of the
 anchor, and the domain's tag if there is one); a document is cut where a sample of S slots is full
-and goes on, behind another head, in the next sample. Where not even a head fits the sample is
+and goes on, behind another prefix, in the next sample. Where not even a prefix fits the sample is
 padded. Only the beginnings of the samples are stored (16 bytes a sample); a place in the stream is
 the pair
 
     (position, offset)    position  the document's place in the order
-                          offset    0 = not begun, 1 + n = earlier samples hold its head and n of
+                          offset    0 = not begun, 1 + n = earlier samples hold its prefix and n of
                                     its tokens
 
 Cutting costs one pass over the documents (about 10 ns each), whatever the number of tokens.
 
-Legend: D documents of the corpus, O documents in reading order (all epochs), N samples, P pieces.
+Legend: D documents of the corpus, O documents in reading order (all epochs), N samples, P slices.
 """
 
 from typing import NamedTuple
@@ -28,11 +28,11 @@ ANCHOR_ALONE = np.ones(1, dtype=np.int32)
 """Heads of documents without tags: one slot, the anchor, for all of them."""
 
 
-class Pieces(NamedTuple):
+class Slices(NamedTuple):
     """The slices of documents that make one sample, in order; every field is an array [P].
 
-    Slots of piece p: a copy of the anchor, the tag's tokens if any, `length[p]` tokens of the
-    document, and `filling[p]` slots that bring the piece to the document alignment.
+    Slots of slice p: a copy of the anchor, the tag's tokens if any, `length[p]` tokens of the
+    document, and `filling[p]` slots that bring the slice to the document alignment.
     """
 
     document: np.ndarray
@@ -40,22 +40,22 @@ class Pieces(NamedTuple):
     start: np.ndarray
     """int64, place in the .bin (in tokens) of the slice's first token."""
     length: np.ndarray
-    """int64, tokens of the slice; 0 where a sample ends right behind a document's head."""
+    """int64, tokens of the slice; 0 where a sample ends right behind a document's prefix."""
     anchor_has_target: np.ndarray
     """bool, False where the slice continues a document: its first token was a target before."""
     last_has_target: np.ndarray
     """bool, True where the document goes on: its next token is the label of the last slot."""
     tag: np.ndarray
     """int64, number of the domain's tag; 0 = none."""
-    head: np.ndarray
+    prefix: np.ndarray
     """int64, slots in front of the slice's first token: the anchor and the tag."""
     filling: np.ndarray
     """int64, slots behind the slice that hold nothing."""
 
     @property
     def slots(self) -> np.ndarray:
-        """int64 [P], slots that a slice takes with its head and filling."""
-        return self.head + self.length + self.filling
+        """int64 [P], slots that a slice takes with its prefix and filling."""
+        return self.prefix + self.length + self.filling
 
     @property
     def is_cut(self) -> np.ndarray:
@@ -81,7 +81,7 @@ class Packed(NamedTuple):
     cut_documents: int
     """documents with more than one slice"""
     occupied: int
-    """slots that hold heads and tokens"""
+    """slots that hold prefixes and tokens"""
     fewest_samples: int
     """lower bound on the samples that any packing of this kind needs"""
 
@@ -96,24 +96,24 @@ def aligned(slots: int, alignment: int) -> int:
 def count_slots(
     document_index_O: np.ndarray,
     content_lengths_D: np.ndarray,
-    head_slots_D: np.ndarray = ANCHOR_ALONE,
+    prefix_slots_D: np.ndarray = ANCHOR_ALONE,
     alignment: int = 1,
 ) -> int:
-    """Slots that the documents take when none is cut: head, tokens and filling.
+    """Slots that the documents take when none is cut: prefix, tokens and filling.
 
     Args:
         document_index_O: int32 numbers of the documents.
         content_lengths_D: int32 tokens of every document behind its anchor; 0 = takes no slots.
-        head_slots_D: int32 slots of every document's head, or one number for all of them.
+        prefix_slots_D: int32 slots of every document's prefix, or one number for all of them.
         alignment: each document takes a multiple of it.
     """
-    same_head = len(head_slots_D) == 1
+    same_prefix = len(prefix_slots_D) == 1
     slots = 0
     for position in range(len(document_index_O)):
         document = document_index_O[position]
         content = content_lengths_D[document]
         if content > 0:
-            need = content + int(head_slots_D[0] if same_head else head_slots_D[document])
+            need = content + int(prefix_slots_D[0] if same_prefix else prefix_slots_D[document])
             slots += aligned(need, alignment) if alignment > 1 else need
     return slots
 
@@ -122,7 +122,7 @@ def count_slots(
 def _cut(
     document_index_O: np.ndarray,
     content_lengths_D: np.ndarray,
-    head_slots_D: np.ndarray,
+    prefix_slots_D: np.ndarray,
     sequence_length: int,
     alignment: int,
     sample_index: np.ndarray,
@@ -134,8 +134,8 @@ def _cut(
     sample = 0
     filled = 0  # slots of the sample at hand; 0 = its beginning is not recorded yet
     slices = cut_documents = occupied = 0
-    same_head = len(head_slots_D) == 1
-    head = int(head_slots_D[0])
+    same_prefix = len(prefix_slots_D) == 1
+    prefix = int(prefix_slots_D[0])
     gathered = np.empty(GATHERED_AT_ONCE, dtype=content_lengths_D.dtype)
     for block in range(0, len(document_index_O), GATHERED_AT_ONCE):
         block_size = min(GATHERED_AT_ONCE, len(document_index_O) - block)
@@ -145,33 +145,33 @@ def _cut(
             content = int(gathered[i])
             if content <= 0:
                 continue
-            if not same_head:
-                head = int(head_slots_D[document_index_O[block + i]])
+            if not same_prefix:
+                prefix = int(prefix_slots_D[document_index_O[block + i]])
             if filled == 0:
                 sample_index[sample, 0] = block + i
                 sample_index[sample, 1] = 0
-            pieces = 1
-            need = head + content
+            parts = 1
+            need = prefix + content
             if alignment > 1:  # a division is slow
                 need = aligned(need, alignment)
             if need > sequence_length - filled:
                 rest = content  # tokens that no sample holds yet
                 while need > sequence_length - filled:
-                    taken = sequence_length - filled - head
+                    taken = sequence_length - filled - prefix
                     if taken >= 0:
                         rest -= taken
-                        pieces += 1
-                        need = aligned(head + rest, alignment)
+                        parts += 1
+                        need = aligned(prefix + rest, alignment)
                     sample += 1
                     if sample + 1 >= len(sample_index):
                         return -1, 0, 0, 0
                     sample_index[sample, 0] = block + i
-                    sample_index[sample, 1] = 1 + content - rest if pieces > 1 else 0
+                    sample_index[sample, 1] = 1 + content - rest if parts > 1 else 0
                     filled = 0
-                cut_documents += pieces > 1
+                cut_documents += parts > 1
             filled += need
-            slices += pieces
-            occupied += content + pieces * head
+            slices += parts
+            occupied += content + parts * prefix
             if filled == sequence_length:
                 sample += 1
                 if sample + 1 >= len(sample_index):
@@ -190,7 +190,7 @@ def concatenate(
     *,
     sequence_length: int,
     slots: int,
-    head_slots_D: np.ndarray = ANCHOR_ALONE,
+    prefix_slots_D: np.ndarray = ANCHOR_ALONE,
     alignment: int = 1,
 ) -> Packed:
     """Cut the stream of documents into samples; the last one may be partly filled.
@@ -199,9 +199,9 @@ def concatenate(
         document_index_O: int32 documents in reading order.
         content_lengths_D: int32 tokens of every document behind its anchor; a document with none
             (empty, or nothing but an anchor of its own) takes no slots.
-        sequence_length: S, slots of a sample, a multiple of `alignment`, more than any head takes.
+        sequence_length: S, slots of a sample, a multiple of `alignment`, above any prefix.
         slots: `count_slots` of these documents (does not depend on their order).
-        head_slots_D: int32 slots of every document's head, or one number for all of them.
+        prefix_slots_D: int32 slots of every document's prefix, or one number for all of them.
         alignment: each slice takes a multiple of it.
 
     Returns:
@@ -216,7 +216,7 @@ def concatenate(
         samples, slices, cut, occupied = _cut(
             document_index_O,
             content_lengths_D,
-            head_slots_D,
+            prefix_slots_D,
             sequence_length,
             alignment,
             sample_index,
@@ -234,7 +234,7 @@ def concatenate(
     )
 
 
-def concatenated_pieces(
+def concatenated_slices(
     document_P: np.ndarray,
     begin_P: np.ndarray,
     content_P: np.ndarray,
@@ -242,9 +242,9 @@ def concatenated_pieces(
     first_offset: int,
     last_offset: int,
     tag_P: np.ndarray | None = None,
-    head_P: np.ndarray | None = None,
+    prefix_P: np.ndarray | None = None,
     alignment: int = 1,
-) -> Pieces:
+) -> Slices:
     """The slices of one sample of `concatenate` that holds the given documents, in order.
 
     Args:
@@ -252,10 +252,10 @@ def concatenated_pieces(
         begin_P: int64 place in the .bin (in tokens) of each document's first token behind its
             anchor.
         content_P: int64 tokens of each document behind its anchor.
-        first_offset: of the first document, what earlier samples hold (see the file's head).
+        first_offset: of the first document, what earlier samples hold (see above).
         last_offset: of the last document, what this and earlier samples hold; 0 = all.
         tag_P: int64 number of each document's tag; None = none has one.
-        head_P: int64 slots of each document's head; None = the anchor.
+        prefix_P: int64 slots of each document's prefix; None = the anchor.
         alignment: each slice takes a multiple of it.
     """
     skipped_P = np.zeros_like(content_P)
@@ -265,7 +265,7 @@ def concatenated_pieces(
         end_P[-1] = last_offset - 1
     begun_P = np.zeros(len(content_P), dtype=np.bool_)
     begun_P[:1] = first_offset > 0
-    return make_pieces(
+    return make_slices(
         document_P,
         begin_P,
         content_P,
@@ -273,12 +273,12 @@ def concatenated_pieces(
         length_P=end_P - skipped_P,
         begun_P=begun_P,
         tag_P=tag_P,
-        head_P=head_P,
+        prefix_P=prefix_P,
         alignment=alignment,
     )
 
 
-def make_pieces(
+def make_slices(
     document_P: np.ndarray,
     begin_P: np.ndarray,
     content_P: np.ndarray,
@@ -287,29 +287,29 @@ def make_pieces(
     length_P: np.ndarray,
     begun_P: np.ndarray,
     tag_P: np.ndarray | None,
-    head_P: np.ndarray | None,
+    prefix_P: np.ndarray | None,
     alignment: int,
-) -> Pieces:
+) -> Slices:
     """Slices of `length_P` tokens behind the first `skipped_P` of each document.
 
     Args:
-        begun_P: bool, whether another sample holds the document's head and beginning.
+        begun_P: bool, whether another sample holds the document's prefix and beginning.
 
-    The other arguments are those of `concatenated_pieces`. Documents without content are left out.
+    The other arguments are those of `concatenated_slices`. Documents without content are left out.
     """
-    if head_P is None:
-        head_P = np.ones_like(content_P)
+    if prefix_P is None:
+        prefix_P = np.ones_like(content_P)
     if tag_P is None:
         tag_P = np.zeros_like(content_P)
-    pieces = Pieces(
+    slices = Slices(
         document=document_P,
         start=begin_P + skipped_P,
         length=length_P,
         anchor_has_target=~begun_P,
         last_has_target=skipped_P + length_P < content_P,
         tag=tag_P,
-        head=head_P,
-        filling=-(head_P + length_P) % alignment,
+        prefix=prefix_P,
+        filling=-(prefix_P + length_P) % alignment,
     )
     used_P = content_P > 0
-    return pieces if used_P.all() else Pieces(*(field[used_P] for field in pieces))
+    return slices if used_P.all() else Slices(*(field[used_P] for field in slices))

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_anchor.packing.dataset import PackedDataset
-from megatron_anchor.packing.index import Pieces
+from megatron_anchor.packing.index import Slices
 from megatron_anchor.packing.statistics import attention_work_share
 from megatron_anchor.terminal import escaped
 
@@ -57,11 +57,11 @@ def inspect_packing(dataset: PackedDataset, *, most_samples: int = 10000) -> Pac
     config, figures = dataset.config, dataset.figures
     length = config.sequence_length
     numbers = np.unique(np.linspace(0, len(dataset) - 1, min(most_samples, len(dataset))).round())
-    slices, work = [], []
+    slice_counts, work = [], []
     for number in tqdm(numbers.astype(int), desc="samples", delay=5, disable=None):
-        pieces = dataset.pieces(int(number))
-        segments = config.pattern.segment_lengths(pieces.slots, sequence_length=length)
-        slices.append(len(pieces.length))
+        slices = dataset.slices(int(number))
+        segments = config.pattern.segment_lengths(slices.slots, sequence_length=length)
+        slice_counts.append(len(slices.length))
         windows = config.attention_windows
         work.append(attention_work_share(segments, sequence_length=length, windows=windows))
     content = dataset.content_lengths()
@@ -84,7 +84,7 @@ def inspect_packing(dataset: PackedDataset, *, most_samples: int = 10000) -> Pac
         attention_work_share=float(np.mean(work)),
         samples_read=len(numbers),
         document_lengths=tuple(classes.tolist()),
-        documents_of_samples=tuple(slices),
+        documents_of_samples=tuple(slice_counts),
         work_shares=tuple(work),
     )
 
@@ -113,12 +113,12 @@ def document_segments(dataset: PackedDataset, number: int) -> int:
     pattern = dataset.config.pattern
     if not pattern.masks_documents:
         return 1
-    return len(pattern.segments(document_borders(dataset.pieces(number)))) - 1
+    return len(pattern.segments(document_borders(dataset.slices(number)))) - 1
 
 
-def document_borders(pieces: Pieces) -> np.ndarray:
+def document_borders(slices: Slices) -> np.ndarray:
     """int64 [P + 1], slots where the document slices of a sample begin, and the end of the last."""
-    return np.cumsum([0, *pieces.slots])
+    return np.cumsum([0, *slices.slots])
 
 
 def describe_sample(
@@ -134,12 +134,12 @@ def describe_sample(
     Raises:
         IndexError: there is no such sample.
     """
-    pieces = dataset.pieces(number)
+    slices = dataset.slices(number)
     sample = {name: tensor.numpy() for name, tensor in dataset[number].items()}
     if dataset.config.pattern.masks_documents:
-        spans = document_borders(pieces)
+        spans = document_borders(slices)
     else:
-        spans = np.concatenate(([0], np.cumsum(pieces.head + pieces.length)))
+        spans = np.concatenate(([0], np.cumsum(slices.prefix + slices.length)))
         if dataset.config.interleave_chunks:
             spans = spans[[0, -1]]  # the documents are mixed
     rows = []
@@ -151,7 +151,7 @@ def describe_sample(
         )
         entry: dict[str, Any] = {
             "slots": [begin, end],
-            "document": int(pieces.document[row]) if len(spans) == len(pieces.length) + 1 else None,
+            "document": int(slices.document[row]) if len(spans) == len(slices.length) + 1 else None,
             "tokens": tokens,
             "targets": [label if c else None for label, c in zip(labels, counts, strict=True)],
             "positions": positions,

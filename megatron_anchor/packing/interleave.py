@@ -1,10 +1,10 @@
-"""Interleaved chunks: the documents of a sample in random pieces (arXiv 2411.13476, 3.3.2).
+"""Interleaved chunks: the documents of a sample in random slices (arXiv 2411.13476, 3.3.2).
 
 Every document slice is split at random places into chunks, and the chunks of all documents are
 shuffled, those of one document kept in order. Attention does not care where in memory a token
 lies, so for masked patterns only position ids follow the new order; "full" moves the tokens.
 
-Legend: P pieces (document slices), S slots, C chunks.
+Legend: P document slices, S slots, C chunks.
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def interleave(
     """int64 [sum of slots], the slots of all slices in their new order.
 
     Args:
-        slots_P: int64 slots of each slice (its head included), which lie side by side.
+        slots_P: int64 slots of each slice (its prefix included), which lie side by side.
         interleaving: bounds of the splitting.
         random: source of the random numbers.
     """

@@ -18,7 +18,7 @@ A router of experts counts the tokens of the form with one anchor, so neither co
 padding; under the other patterns every document has an anchor of its own, and all of them count.
 A sample of 131072 slots takes about half a millisecond; most of it is writing the arrays.
 
-Legend: S slots of the sample, P pieces (document slices), L entries of cu_seqlens.
+Legend: S slots of the sample, P document slices, L entries of cu_seqlens.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ import numpy as np
 
 from megatron_anchor.packing.compiled import compiled
 from megatron_anchor.packing.domains import NO_TAGS, DomainTags
-from megatron_anchor.packing.index import Pieces
+from megatron_anchor.packing.index import Slices
 from megatron_anchor.packing.patterns import AttentionPattern
 from megatron_anchor.packing.positions import positions
 from megatron_anchor.packing.target_weights import SliceWeights, uniform_weights
@@ -51,7 +51,7 @@ class Layout:
     first_token_loss: bool = True
     """Whether the first token of a document is a target, predicted by its head."""
     tags: DomainTags = NO_TAGS
-    """What stands between the anchor and the first token where `pieces.tag` says so; such tokens
+    """What stands between the anchor and the first token where `slices.tag` says so; such tokens
     are never targets."""
 
 
@@ -72,7 +72,7 @@ class Slots(NamedTuple):
 
 def lay_out(
     text: np.ndarray,
-    pieces: Pieces,
+    slices: Slices,
     layout: Layout,
     *,
     order: np.ndarray | None = None,
@@ -81,9 +81,9 @@ def lay_out(
     """Build the arrays of one sample.
 
     Args:
-        text: integers [tokens], what `pieces.start` points into: the whole .bin or a copy of
+        text: integers [tokens], what `slices.start` points into: the whole .bin or a copy of
             the slices. Behind a slice with `last_has_target` stands the document's next token.
-        pieces: the slices; together they take at most S slots.
+        slices: the slices; together they take at most S slots.
         layout: what all samples share. Where documents are kept apart, padding behind the last
             slice is a segment of its own. Else there is one segment, all padding is at its end (it
             would be visible elsewhere), and positions go on.
@@ -98,12 +98,12 @@ def lay_out(
         (slots): int32 scalars (0-d arrays).
     """
     length = layout.sequence_length
-    _check(text, pieces, length)
-    borders = np.concatenate(([0], np.cumsum(pieces.head + pieces.length)))
+    _check(text, slices, length)
+    borders = np.concatenate(([0], np.cumsum(slices.prefix + slices.length)))
     filled = int(borders[-1])
-    slots = _write(text, pieces, layout, filled, weights)
+    slots = _write(text, slices, layout, filled, weights)
     if layout.pattern.masks_documents:
-        segments = _keep_apart(slots, borders, pieces, layout, order)
+        segments = _keep_apart(slots, borders, slices, layout, order)
     else:
         segments = np.array([0, length])
         _join(slots, filled, order)
@@ -111,23 +111,23 @@ def lay_out(
     cu_seqlens_L[: len(segments)] = segments
     numbers = {
         "max_seqlen": np.diff(cu_seqlens_L).max(),
-        "num_documents": len(pieces.length),
-        "num_cut": pieces.is_cut.sum(),
+        "num_documents": len(slices.length),
+        "num_cut": slices.is_cut.sum(),
         "num_padding": length - filled,
     }
     scalars = {name: np.array(number, dtype=np.int32) for name, number in numbers.items()}
     return {**slots._asdict(), "cu_seqlens": cu_seqlens_L, **scalars}
 
 
-def _check(text: np.ndarray, pieces: Pieces, sequence_length: int) -> None:
-    taken = int(pieces.slots.sum())
-    assert taken <= sequence_length, f"pieces of {taken} slots in a sample of {sequence_length}"
-    ends = pieces.start + pieces.tokens_read
-    assert len(ends) == 0 or (pieces.start.min() >= 0 and ends.max() <= len(text))
+def _check(text: np.ndarray, slices: Slices, sequence_length: int) -> None:
+    taken = int(slices.slots.sum())
+    assert taken <= sequence_length, f"slices of {taken} slots in a sample of {sequence_length}"
+    ends = slices.start + slices.tokens_read
+    assert len(ends) == 0 or (slices.start.min() >= 0 and ends.max() <= len(text))
 
 
 def _write(
-    text: np.ndarray, pieces: Pieces, layout: Layout, filled: int, weights: SliceWeights | None
+    text: np.ndarray, slices: Slices, layout: Layout, filled: int, weights: SliceWeights | None
 ) -> Slots:
     """All slots side by side, with padding at the end; without positions."""
     length, tags, first = layout.sequence_length, layout.tags, layout.first_token_loss
@@ -140,15 +140,15 @@ def _write(
     )
     _write_tokens(
         text,
-        pieces.start,
-        pieces.length,
-        pieces.anchor_has_target & first,
-        pieces.last_has_target & (first | (pieces.length > 0)),
+        slices.start,
+        slices.length,
+        slices.anchor_has_target & first,
+        slices.last_has_target & (first | (slices.length > 0)),
         layout.anchor_token_id,
-        weights or uniform_weights(pieces),
+        weights or uniform_weights(slices),
         tags.tokens,
-        tags.begins[pieces.tag],
-        tags.lengths[pieces.tag],
+        tags.begins[slices.tag],
+        tags.lengths[slices.tag],
         slots,
     )
     slots.tokens[filled:] = layout.pad_token_id
@@ -158,7 +158,7 @@ def _write(
 
 
 def _keep_apart(
-    slots: Slots, borders: np.ndarray, pieces: Pieces, layout: Layout, order: np.ndarray | None
+    slots: Slots, borders: np.ndarray, slices: Slices, layout: Layout, order: np.ndarray | None
 ) -> np.ndarray:
     """Give the slots of masked documents their positions and filling; return segment borders."""
     pattern = layout.pattern
@@ -171,7 +171,7 @@ def _keep_apart(
     )
     if pattern.one_anchor:
         slots.router_mask[borders[1:-1]] = False
-    filled_borders = borders + np.concatenate(([0], np.cumsum(pieces.filling)))
+    filled_borders = borders + np.concatenate(([0], np.cumsum(slices.filling)))
     if filled_borders[-1] > borders[-1]:
         _spread(borders, filled_borders, layout.pad_token_id, slots)
     return pattern.segments(filled_borders)
@@ -190,16 +190,16 @@ def _spread(
     borders: np.ndarray, filled_borders: np.ndarray, pad_token_id: int, slots: Slots
 ) -> None:
     """Move each slice from `borders` to `filled_borders`, the last one first; pad the gaps."""
-    for piece in range(len(borders) - 2, -1, -1):
-        length = borders[piece + 1] - borders[piece]
-        old, new = borders[piece], filled_borders[piece]
+    for p in range(len(borders) - 2, -1, -1):
+        length = borders[p + 1] - borders[p]
+        old, new = borders[p], filled_borders[p]
         for i in range(length - 1, -1, -1):
             slots.tokens[new + i] = slots.tokens[old + i]
             slots.labels[new + i] = slots.labels[old + i]
             slots.loss_mask[new + i] = slots.loss_mask[old + i]
             slots.position_ids[new + i] = slots.position_ids[old + i]
             slots.router_mask[new + i] = slots.router_mask[old + i]
-        for slot in range(new + length, filled_borders[piece + 1]):
+        for slot in range(new + length, filled_borders[p + 1]):
             slots.tokens[slot] = pad_token_id
             slots.labels[slot] = 0
             slots.loss_mask[slot] = 0.0
@@ -221,19 +221,19 @@ def _write_tokens(
     tag_length_P: np.ndarray,
     slots: Slots,
 ) -> None:
-    """Write the slots of all pieces: anchor, tag, then the tokens; a slot's label is the next."""
+    """Write the slots of all slices: anchor, tag, then the tokens; a slot's label is the next."""
     tokens_S, labels_S, loss_mask_S = slots.tokens, slots.labels, slots.loss_mask
     slot = 0
-    for piece in range(len(start_P)):
-        start, length = start_P[piece], length_P[piece]
+    for p in range(len(start_P)):
+        start, length = start_P[p], length_P[p]
         tokens_S[slot] = anchor_token_id
-        for i in range(tag_length_P[piece]):
+        for i in range(tag_length_P[p]):
             labels_S[slot] = 0
             loss_mask_S[slot] = 0.0
             slot += 1
-            tokens_S[slot] = tag_tokens[tag_begin_P[piece] + i]
+            tokens_S[slot] = tag_tokens[tag_begin_P[p] + i]
         head = slot  # the last slot before the document's first token
-        tail = head + length  # the piece's last slot
+        tail = head + length  # the slice's last slot
         # Plain loops over slices become vector instructions; indices with an offset do not.
         source = text[start : start + length]
         inputs, targets = tokens_S[head + 1 : tail + 1], labels_S[head:tail]
@@ -242,22 +242,22 @@ def _write_tokens(
             inputs[i] = source[i]
         for i in range(len(source)):
             targets[i] = source[i]
-        factor = weights.factor_P[piece]
+        factor = weights.factor_P[p]
         for i in range(len(source)):
             counted[i] = factor
         if len(weights.tokens):
-            first = weights.start_P[piece]
+            first = weights.start_P[p]
             own = weights.tokens[first : first + length]
             for i in range(len(own)):
                 counted[i] *= own[i]
-        if not head_has_target_P[piece]:
+        if not head_has_target_P[p]:
             labels_S[head] = 0
             loss_mask_S[head] = 0.0
-        if last_has_target_P[piece]:
+        if last_has_target_P[p]:
             labels_S[tail] = text[start + length]
             loss_mask_S[tail] = factor
             if len(weights.tokens):
-                loss_mask_S[tail] *= weights.tokens[weights.start_P[piece] + length]
+                loss_mask_S[tail] *= weights.tokens[weights.start_P[p] + length]
         else:
             labels_S[tail] = 0
             loss_mask_S[tail] = 0.0

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_anchor.indexed.weights import TargetWeights
 from megatron_anchor.packing.documents import Documents
-from megatron_anchor.packing.index import Pieces
+from megatron_anchor.packing.index import Slices
 
 LossWeighting = Literal["uniform", "document-mean", "document-sqrt", "effective-context"]
 LOSS_WEIGHTINGS: tuple[str, ...] = get_args(LossWeighting)
@@ -42,14 +42,14 @@ class SliceWeights(NamedTuple):
     """int64, where those of a slice begin in `tokens`."""
 
 
-def uniform_weights(pieces: Pieces) -> SliceWeights:
+def uniform_weights(slices: Slices) -> SliceWeights:
     """Weights of 1."""
-    ones_P = np.ones(len(pieces.start), dtype=np.float32)
-    return SliceWeights(ones_P, np.zeros(0, dtype=np.float32), pieces.start)
+    ones_P = np.ones(len(slices.start), dtype=np.float32)
+    return SliceWeights(ones_P, np.zeros(0, dtype=np.float32), slices.start)
 
 
 def slice_weights(
-    pieces: Pieces,
+    slices: Slices,
     *,
     weighting: str,
     corpus: TargetWeights | None,
@@ -60,7 +60,7 @@ def slice_weights(
     """The weights of a sample's slices; None where every target weighs 1.
 
     Args:
-        pieces: the slices.
+        slices: the slices.
         weighting: --loss-weighting; what depends on the context is applied later.
         corpus: weights of the corpus' tokens, if there are some.
         documents: the corpus' document table.
@@ -70,15 +70,15 @@ def slice_weights(
     power = POWERS.get(weighting)
     if power is None and corpus is None:
         return None
-    factor_P, tokens, start_P = uniform_weights(pieces)
+    factor_P, tokens, start_P = uniform_weights(slices)
     if corpus is not None:
-        counts = pieces.tokens_read
-        read = [corpus.at(*place) for place in zip(pieces.start, counts, strict=True)]
+        counts = slices.tokens_read
+        read = [corpus.at(*place) for place in zip(slices.start, counts, strict=True)]
         tokens, start_P = np.concatenate(read), np.cumsum(counts) - counts
     if power is not None:
-        skipped = own_anchor_D[pieces.document] + (not first_token_loss)
-        begin = documents.boundaries(pieces.document) + skipped
-        count = np.maximum(documents.boundaries(pieces.document + 1) - begin, 0)
+        skipped = own_anchor_D[slices.document] + (not first_token_loss)
+        begin = documents.boundaries(slices.document) + skipped
+        count = np.maximum(documents.boundaries(slices.document + 1) - begin, 0)
         total_P = count if corpus is None else _sums(corpus, begin, count)
         # A document without targets has nothing that the factor could weigh.
         factor_P = np.where(total_P > 0, total_P, 1.0) ** power

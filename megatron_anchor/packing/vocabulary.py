@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_anchor.packing.compiled import compiled
-from megatron_anchor.packing.index import Pieces
+from megatron_anchor.packing.index import Slices
 
 _NO_LIMIT = np.iinfo(np.int64).max
 
@@ -15,20 +15,20 @@ def ids_are_inside(tokens_S: np.ndarray, labels_S: np.ndarray, vocab_size: int |
 
 
 def find_token_outside(
-    text: np.ndarray, pieces: Pieces, *, vocab_size: int | None
+    text: np.ndarray, slices: Slices, *, vocab_size: int | None
 ) -> tuple[int, int]:
-    """(piece, offset from its start) of the first token outside the vocabulary.
+    """(slice, offset from its start) of the first token outside the vocabulary.
 
     Args:
-        text: integers, what `pieces.start` points into.
-        pieces: slices of which one holds such a token.
+        text: integers, what `slices.start` points into.
+        slices: slices of which one holds such a token.
         vocab_size: ids in [0, vocab_size) are inside; None = all that are not negative.
     """
-    for piece, (start, count) in enumerate(zip(pieces.start, pieces.tokens_read, strict=True)):
+    for p, (start, count) in enumerate(zip(slices.start, slices.tokens_read, strict=True)):
         tokens = text[start : start + count].astype(np.int64)
         outside = np.flatnonzero((tokens < 0) | (tokens >= (vocab_size or _NO_LIMIT)))
         if outside.size:
-            return piece, int(outside[0])
+            return p, int(outside[0])
     raise AssertionError("no token is outside the vocabulary")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_anchor.command_line import CommandParser
 from megatron_anchor.errors import UserError
-from megatron_anchor.packing.patterns import planned_patterns
+from megatron_anchor.packing.patterns import attention_pattern, planned_patterns
 from megatron_anchor.planner.gpus import GPUS, Gpu, find_gpu
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import TABLES, find_lengths
@@ -26,10 +26,10 @@ GPUs: {", ".join(gpu.name for gpu in GPUS.values())}
 
 example, the paper's setting (Llama-2-7B at 64K on 8 A100-80GB):
   python tools/plan_training.py --model llama-2-7b --gpu A100-80GB --gpus 8 \\
-      --seq-length 65536 --global-batch-size 8 --png plan.png
+      --seq-length 64K --global-batch-size 8 --png plan.png
 with your own model and corpus, and the layout that you have in mind:
   python tools/plan_training.py --model models/Llama-3-8b --corpus corpus/mine_text_document \\
-      --gpu H100 --gpus 64 --seq-length 131072 --global-batch-size 32 --tp 2 --cp 8"""
+      --gpu H100 --gpus 64 --seq-length 128K --global-batch-size 32 --tp 2 --cp 8"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,10 +42,15 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="a name of the table below, or a folder with config.json")
-    add("--seq-length", type=int, required=True, help="slots of a sample")
+    add("--seq-length", type=length, required=True, help="slots of a sample: 65536, 64K, 1M")
     add("--gpus", type=int, default=8, help="all GPUs (default 8)")
     add("--gpu", default="A100-80GB", help="kind (default A100-80GB)")
-    add("--global-batch-size", type=int, default=8, help="samples of a step (default 8)")
+    add(
+        "--global-batch-size",
+        type=int,
+        help="samples of a step (default: the paper's 8; with more than 64 GPUs one per server of "
+        "8, so that data-parallel ranks have samples)",
+    )
     add("--attention-pattern", choices=planned_patterns(), default="anchor")
     add("--train-tokens", type=float, default=1e9, help="for --train-iters (default 1e9)")
     lengths = parser.add_argument_group("documents").add_argument
@@ -55,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     sizes("--tp", "--tensor-model-parallel-size", type=int)
     sizes("--pp", "--pipeline-model-parallel-size", type=int)
     sizes("--cp", "--context-parallel-size", type=int)
+    sizes("--ep", "--expert-model-parallel-size", type=int)
     sizes(
         "--cp-comm-type",
         choices=("auto", "a2a", "gather", "a2a+gather", "p2p"),
@@ -76,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     machine("--network-gbs", type=float, help="GB/s of a GPU between servers, one direction")
     machine("--gpus-per-node", type=int)
     machine("--linear-efficiency", type=float, help="share of the peak in matrix products")
+    machine("--experts-efficiency", type=float, help="the same in routed experts")
     machine("--attention-efficiency", type=float, help="share of the peak in attention")
     machine("--link-efficiency", type=float, help="share of the bandwidths")
     output = parser.add_argument_group("output").add_argument
@@ -83,6 +90,38 @@ def parser() -> argparse.ArgumentParser:
     output("--json", action="store_true", help="print JSON, with every layout and refusal")
     output("--png", metavar="FILE", help="draw days against sequence length, full and the pattern")
     return parser
+
+
+LENGTH_UNITS = {"K": 1 << 10, "M": 1 << 20}
+
+
+def length(text: str) -> int:
+    """Read a number of slots, in powers of two where it has a unit: 64K is 65536.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    unit = LENGTH_UNITS.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    try:
+        return int(digits) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no length; give slots such as 65536, 64K or 1M"
+        ) from None
+
+
+def default_batch(gpus: int, per_node: int) -> int:
+    """Samples of a step: 8 as in the paper, at least one per server, shared by all ranks evenly.
+
+    A power of two times the odd part of the number of GPUs, so that every data-parallel size that
+    is left by powers of two divides it up to its size.
+    """
+    odd = gpus // (gpus & -gpus)
+    batch, least = odd, max(8, gpus // per_node)
+    while batch < least:
+        batch *= 2
+    return batch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,15 +149,23 @@ def question_of(args: argparse.Namespace) -> Question:
     for flag in ("train_tokens", "top"):
         _check_positive(f"--{flag.replace('_', '-')}", getattr(args, flag))
     gpu = _gpu(args)
-    name, model = find_model(args.model)
+    name, shape = find_model(args.model)
+    if shape.predicted and not attention_pattern(args.attention_pattern).has_whole_documents:
+        raise UserError(
+            f"--attention-pattern {args.attention_pattern}: {name} has multi-token prediction, "
+            "which needs documents that are kept apart and whole; use anchor or intra-document"
+        )
+    batch = args.global_batch_size
+    if batch is None:
+        batch = default_batch(max(1, args.gpus), gpu.per_node)
     return Question(
         name=name,
-        model=model,
+        shape=shape,
         lengths=find_lengths(corpus=args.corpus, table=args.length_table),
         gpu=gpu,
         gpus=args.gpus,
         sequence_length=args.seq_length,
-        global_batch=args.global_batch_size,
+        global_batch=batch,
         pattern=args.attention_pattern,
         efficiency=_efficiency(args, gpu),
     )
@@ -147,7 +194,8 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 
 def _efficiency(args: argparse.Namespace, gpu: Gpu) -> Efficiency:
     given = {
-        field: getattr(args, f"{field}_efficiency") for field in ("linear", "attention", "link")
+        field: getattr(args, f"{field}_efficiency")
+        for field in ("linear", "experts", "attention", "link")
     }
     for field, value in given.items():
         if value is not None and not 0 < value <= 1:
@@ -161,9 +209,10 @@ def _efficiency(args: argparse.Namespace, gpu: Gpu) -> Efficiency:
 def _layout(args: argparse.Namespace, question: Question) -> Layout | None:
     """The layout asked for; what is not given is 1."""
     sizes = args.hierarchical_context_parallel_sizes
-    if (args.tp, args.pp, args.cp, sizes) == (None,) * 4 and args.cp_comm_type == "auto":
+    given = (args.tp, args.pp, args.cp, args.ep, sizes)
+    if not any(value is not None for value in given) and args.cp_comm_type == "auto":
         return None
-    for name in ("tp", "pp", "cp"):
+    for name in ("tp", "pp", "cp", "ep"):
         if (size := getattr(args, name)) is not None and size < 1:
             raise UserError(f"--{name} {size}: expected 1 or more")
     tp, pp, cp = args.tp or 1, args.pp or 1, args.cp or 1
@@ -173,7 +222,8 @@ def _layout(args: argparse.Namespace, question: Question) -> Layout | None:
             "change one of them"
         )
     kind = args.cp_comm_type
-    layout = Layout(tp=tp, pp=pp, cp=cp, dp=args.gpus // (tp * pp * cp), cp_comm=kind)
+    dp = args.gpus // (tp * pp * cp)
+    layout = Layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=args.ep or 1, cp_comm=kind)
     if sizes is not None:
         if kind not in ("auto", "a2a+gather") or sizes[0] * sizes[1] != cp or min(sizes) < 1:
             raise UserError(
@@ -182,5 +232,5 @@ def _layout(args: argparse.Namespace, question: Question) -> Layout | None:
             )
         return dataclasses.replace(layout, cp_comm="a2a+gather", cp_heads=sizes[0])
     if kind in ("auto", "a2a+gather"):
-        return automatic(layout, question.model, question.gpu)
+        return automatic(layout, question.shape, question.gpu)
     return layout

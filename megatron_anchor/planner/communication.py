@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.context_parallel.sizes import Sent, elements_sent
 from megatron_anchor.planner.layout import Layout
-from megatron_anchor.planner.memory import GRADIENT, WEIGHT, stage_parameters
+from megatron_anchor.planner.memory import GRADIENT, WEIGHT, on_rank, stage_weights
+from megatron_anchor.planner.shapes import Shape
+from megatron_anchor.planner.stages import stages_of
 
 TP_FORWARD, TP_BACKWARD = 4, 6
 """Collectives of the whole stream in a layer under sequence parallelism: around attention and MLP a
@@ -29,6 +30,8 @@ class Communication:
     """All-to-all of Ulysses."""
     keys: float
     """Keys and values, gathered or around a ring, and their gradients."""
+    experts: float
+    """Tokens to their experts and back, and their gradients."""
     pipeline: float
     """Activations and their gradients, from stage to stage."""
     data: float
@@ -37,29 +40,32 @@ class Communication:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.tensor + self.heads + self.keys + self.pipeline + self.data
+        return self.tensor + self.heads + self.keys + self.experts + self.pipeline + self.data
 
 
 def communication_of(
-    model: Model, layout: Layout, *, sequence_length: int, global_batch: int
+    shape: Shape, layout: Layout, *, sequence_length: int, global_batch: int
 ) -> Communication:
-    """Count one GPU of a middle stage."""
-    layers, micro_batches = model.layers / layout.pp, layout.micro_batches(global_batch)
+    """Count one GPU of the first stage, as if layers with experts were spread evenly."""
+    stages, micro_batches = stages_of(shape, layout.pp), layout.micro_batches(global_batch)
+    layers = stages[0].layers
+    sparse = layers * (shape.layers - shape.dense_layers) / shape.layers
     tokens = sequence_length / layout.cp
-    stream = 2 * model.hidden * tokens
-    passes = TP_FORWARD + TP_BACKWARD
-    if layout.recompute == "full":
-        passes += TP_FORWARD
-    elif layout.recompute == "mlp":
-        passes += TP_FORWARD // 2
-    context = _context(model, layout, tokens)
-    shards, count = layout.optimizer_shards, stage_parameters(model, layout, 0)
+    stream = 2 * shape.model.hidden * tokens
+    context = _context(shape, layout, tokens)
+    plain, routed = on_rank(stage_weights(shape, stages[0]), layout)
+    passes = layers * _stream_passes(layout, mlp=True)
+    if shape.experts is not None and not shape.experts.shared_ffn:
+        # Tokens go to their experts from where they are.
+        passes -= sparse * (_stream_passes(layout, mlp=True) - _stream_passes(layout, mlp=False))
     return Communication(
-        tensor=micro_batches * layers * passes * stream * _sent(layout.tp),
+        tensor=micro_batches * passes * stream * _sent(layout.tp),
         heads=micro_batches * layers * context.heads,
         keys=micro_batches * layers * context.keys,
+        experts=micro_batches * sparse * _experts(shape, layout, tokens),
         pipeline=micro_batches * 2 * stream / layout.tp if layout.pp > 1 else 0.0,
-        data=(GRADIENT + WEIGHT) * count * _sent(shards),
+        data=(GRADIENT + WEIGHT)
+        * (plain * _sent(layout.optimizer_shards) + routed * _sent(layout.expert_shards)),
     )
 
 
@@ -67,19 +73,38 @@ def _sent(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _context(model: Model, layout: Layout, tokens: float) -> Sent:
+def _stream_passes(layout: Layout, *, mlp: bool) -> float:
+    """Collectives of the whole stream in a layer, around attention alone or around the MLP too."""
+    both = TP_FORWARD + TP_BACKWARD
+    if not mlp:
+        return both / 2 + (TP_FORWARD / 2 if layout.recompute == "full" else 0)
+    return both + {"none": 0, "mlp": TP_FORWARD // 2, "full": TP_FORWARD}[layout.recompute]
+
+
+def _experts(shape: Shape, layout: Layout, tokens: float) -> float:
+    """Bytes of one layer and micro-batch: each token once for every expert that it chose."""
+    if shape.experts is None:
+        return 0.0
+    copies = 2 * shape.model.hidden * shape.experts.per_token * tokens / layout.tp
+    there_and_back = 2 * copies * _sent(layout.ep)
+    return there_and_back * (2 + (layout.recompute != "none"))
+
+
+def _context(shape: Shape, layout: Layout, tokens: float) -> Sent:
     """Bytes of one layer and micro-batch, forward and backward (and forward again)."""
     again = layout.recompute == "full"
-    heads, groups = model.heads / layout.tp, max(model.groups / layout.tp, 1)
+    heads, groups = shape.model.heads / layout.tp, max(shape.model.groups / layout.tp, 1)
     if layout.rings:
         # Keys and values go round once forward; backward they do so with their gradients.
-        ring = 2 * 2 * groups * model.head * tokens * (layout.cp - 1)
+        both = shape.query_dim + shape.value_dim
+        ring = 2 * groups * both * tokens * (layout.cp - 1)
         return Sent(heads=0.0, keys=ring * (3 + again))
     forward = elements_sent(
         slots=tokens,
         query_heads=heads,
         kv_heads=groups,
-        head_dim=model.head,
+        head_dim=shape.query_dim,
+        value_dim=shape.value_dim,
         heads_ranks=layout.heads_ranks,
         keys_ranks=layout.keys_ranks,
     )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 from pathlib import Path
 
 from megatron_anchor.checkpoint.extension import BASES, extended
-from megatron_anchor.checkpoint.model import Model
-from megatron_anchor.errors import UserError
+from megatron_anchor.checkpoint.families import FAMILIES
+from megatron_anchor.checkpoint.megatron_args import flag_lines, shape_values
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.plan import Question
-from megatron_anchor.shell_words import path_word, quoted
+from megatron_anchor.planner.shapes import Shape
+from megatron_anchor.planner.stages import stage_sizes
+from megatron_anchor.shell_words import path_word
 
 PLACES = {
     "MODEL": "models/hf",
@@ -38,61 +40,46 @@ RECOMPUTE_FLAGS = {
     ],
 }
 
+WIDTH = 90
+"""Characters of a line of the command, as far as single flags leave the choice."""
 
-def trained_model(model: Model, sequence_length: int) -> Model:
+
+def trained_shape(shape: Shape, sequence_length: int) -> Shape:
     """The model as it is trained: a longer context gets the paper's RoPE base where it has one."""
+    model = shape.model
     if sequence_length <= model.positions:
-        return model
+        return shape
     if sequence_length in BASES and not model.scaling:
-        return extended(model, extend_to=sequence_length)
-    return extended(model, positions=sequence_length)
+        model = extended(model, extend_to=sequence_length)
+    else:
+        model = extended(model, positions=sequence_length)
+    return dataclasses.replace(shape, model=model)
 
 
-def model_flags(model: Model) -> list[str]:
-    """Megatron's flags for a model's shape; the converter's megatron_args.txt says the same."""
-    base = _number(model.rotary_base)
-    flags = [
-        f"--num-layers {_number(model.layers)} --hidden-size {_number(model.hidden)} "
-        f"--ffn-hidden-size {_number(model.ffn)}",
-        f"--num-attention-heads {_number(model.heads)} --kv-channels {_number(model.head)}",
-        f"--normalization RMSNorm --norm-epsilon {_number(model.epsilon)} --swiglu",
-        f"--position-embedding-type rope --rotary-base {int(base) if base == int(base) else base}",
-        f"--max-position-embeddings {_number(model.positions)}",
-        "--attention-dropout 0.0 --hidden-dropout 0.0 --bf16",
-        f"--vocab-size {_number(model.vocabulary)} "
-        f"--padded-vocab-size {_number(model.padded_rows)}",
-    ]
-    if model.groups != model.heads:
-        flags.append(f"--group-query-attention --num-query-groups {_number(model.groups)}")
-    if model.scaling:
-        scaling = json.dumps(model.scaling, separators=(",", ":"))
-        flags.append(f"--rope-parameters {quoted(scaling)}")
-    switches = {
-        "--untie-embeddings-and-output-weights": model.untied,
-        "--disable-bias-linear": not model.linear_bias,
-        "--add-qkv-bias": model.qkv_bias and not model.linear_bias,
-        "--qk-layernorm": model.qk_norm,
-    }
-    return [*flags, *(flag for flag, wanted in switches.items() if wanted)]
-
-
-def _number(value: float) -> float:
-    """Let only numbers of a config.json into a command.
+def model_flags(shape: Shape) -> list[str]:
+    """Megatron's flags for a model, several to a line, by the function that the converter uses.
 
     Raises:
-        UserError: for anything else.
+        UserError: for something in its config.json that is no number where one is needed.
     """
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise UserError(f"the model's config.json holds {value!r} where a number is expected")
-    return value
+    values = shape_values(shape.model) | dict(shape.arguments) | {"bf16": True}
+    lines: list[str] = []
+    for flag in flag_lines(values, for_shell=True):
+        if lines and len(lines[-1]) + 1 + len(flag) <= WIDTH:
+            lines[-1] += f" {flag}"
+        else:
+            lines.append(flag)
+    return lines
 
 
-def layout_flags(layout: Layout) -> list[str]:
-    """Megatron's flags for a layout."""
+def layout_flags(layout: Layout, shape: Shape) -> list[str]:
+    """Megatron's flags for a layout of a model."""
+    sizes = stage_sizes(shape.layers, layout.pp) or [0]
     flags = [
         f"--tensor-model-parallel-size {layout.tp}"
         + (" --sequence-parallel" if layout.tp > 1 else ""),
-        f"--pipeline-model-parallel-size {layout.pp}",
+        f"--pipeline-model-parallel-size {layout.pp}"
+        + (f" --decoder-last-pipeline-num-layers {sizes[-1]}" if sizes[-1] != sizes[0] else ""),
         f"--context-parallel-size {layout.cp}"
         + (f" --cp-comm-type {layout.cp_comm}" if layout.cp > 1 else "")
         + (
@@ -102,6 +89,14 @@ def layout_flags(layout: Layout) -> list[str]:
         ),
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ]
+    if shape.experts is None:
+        return flags + RECOMPUTE_FLAGS[layout.recompute]
+    flags += [
+        f"--expert-model-parallel-size {layout.ep} --expert-tensor-parallel-size 1",
+        "--moe-token-dispatcher-type alltoall --moe-grouped-gemm",
+    ]
+    if layout.recompute == "mlp":
+        return [*flags, f"{RECOMPUTE_FLAGS['mlp'][0]} moe"]
     return flags + RECOMPUTE_FLAGS[layout.recompute]
 
 
@@ -114,7 +109,7 @@ def launch_command(question: Question, layout: Layout, *, tokens: float = 1e9) -
         tokens: to train on, for --train-iters.
     """
     steps = math.ceil(tokens / (question.sequence_length * question.global_batch))
-    model = trained_model(question.model, question.sequence_length)
+    shape = trained_shape(question.shape, question.sequence_length)
     nodes = max(1, question.gpus // question.gpu.per_node)
     processes = f"torchrun --nproc-per-node {min(question.gpus, question.gpu.per_node)}"
     if nodes > 1:
@@ -124,8 +119,8 @@ def launch_command(question: Question, layout: Layout, *, tokens: float = 1e9) -
         )
     lines = [
         f"{processes} -m megatron_anchor.pretrain_gpt",
-        *model_flags(model),
-        *layout_flags(layout),
+        *model_flags(shape),
+        *layout_flags(layout, shape),
         f"--attention-pattern {question.pattern}",
         f"--seq-length {question.sequence_length} --micro-batch-size 1 "
         f"--global-batch-size {question.global_batch} --train-iters {steps}",
@@ -145,12 +140,17 @@ def launch_command(question: Question, layout: Layout, *, tokens: float = 1e9) -
 
 def notes(question: Question, layout: Layout) -> list[str]:
     """What one has to know before starting the command."""
-    found, model = [], question.model
+    found, model = [], question.shape.model
     long = question.sequence_length > model.positions
     if long and (question.sequence_length not in BASES or model.scaling):
         found.append(
             f"--rotary-base stays {model.rotary_base:g}: the paper gives a base for plain RoPE at "
             f"{', '.join(map(str, BASES))} only; choose one for {question.sequence_length} tokens"
+        )
+    if model.family not in FAMILIES:
+        found.append(
+            f"the converter does not read {model.family} yet: START must be a Megatron checkpoint "
+            "from elsewhere; without one leave --pretrained-checkpoint out and train from scratch"
         )
     if layout.rings and question.gpu.capability < (9, 0):
         found.append(

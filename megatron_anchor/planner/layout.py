@@ -22,6 +22,9 @@ class Layout:
     Transformer Engine's ring."""
     cp_heads: int = 0
     """Under a2a+gather, ranks of an all-to-all."""
+    ep: int = 1
+    """--expert-model-parallel-size, among the ranks of one pipeline stage; experts themselves are
+    never split (--expert-tensor-parallel-size 1)."""
     recompute: str = "none"
     """One of `work.RECOMPUTE`."""
 
@@ -55,6 +58,16 @@ class Layout:
         """Ranks that share the optimizer's states of one parameter."""
         return self.dp * self.cp
 
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a pipeline stage, which share the routed experts out."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the optimizer's states of one routed expert."""
+        return self.expert_ranks // self.ep
+
     def micro_batches(self, global_batch: int) -> int:
         """Micro-batches of a step on one data-parallel rank."""
         return global_batch // self.dp
@@ -62,6 +75,8 @@ class Layout:
     def __str__(self) -> str:
         """As in tables: TP2 PP1 CP4 DP1."""
         sizes = f"TP{self.tp} PP{self.pp} CP{self.cp} DP{self.dp}"
+        if self.ep > 1:
+            sizes += f" EP{self.ep}"
         if self.cp == 1:
             return sizes
         if self.cp_comm == "a2a+gather":

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.context_parallel.sizes import largest_heads_ranks
 from megatron_anchor.errors import UserError
 from megatron_anchor.packing.patterns import attention_pattern, planned_patterns
@@ -18,10 +17,22 @@ from megatron_anchor.planner.lengths import Lengths
 from megatron_anchor.planner.memory import Memory, budget, memory_of
 from megatron_anchor.planner.refusals import refusals
 from megatron_anchor.planner.samples import AttentionWork, Samples, attention_work, lay_out
-from megatron_anchor.planner.step_time import Efficiency, StepTime, days_per_billion, step_time
-from megatron_anchor.planner.work import RECOMPUTE
+from megatron_anchor.planner.shapes import Shape
+from megatron_anchor.planner.stages import stage_sizes
+from megatron_anchor.planner.step_time import (
+    SECONDS_A_DAY,
+    Efficiency,
+    StepTime,
+    days_per_billion,
+    step_time,
+)
+from megatron_anchor.planner.work import RECOMPUTE, model_work
 
 MOST_CP = 64
+
+ASSUMED_SPREAD, EXPERTS_SPREAD, GIVEN_SPREAD = (1.1, 0.6), (1.1, 0.4), (1.1, 0.9)
+"""What a run may reach of the efficiencies: tuned, and as it comes. Assumptions, like those: wide
+where tokens crowd into few experts, narrow where the user gave the efficiencies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +45,11 @@ class Choice:
     time: StepTime
     days: float
     """For 10^9 tokens."""
+    mfu: float
+    """Model FLOPs utilization (arXiv 2204.02311, appendix B): operations of the model on what the
+    mask leaves, nothing computed again, over what the GPUs could do in that time."""
+    tokens_per_second: float
+    """Of one GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +58,8 @@ class Refusal:
 
     layout: Layout
     reasons: tuple[str, ...]
-    """Each begins with its kind: heads, layers, shape, alignment, batch, placement, kernel, memory.
-    """
+    """Each begins with its kind: heads, layers, shape, experts, alignment, batch, placement,
+    kernel, memory."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,7 @@ class Question:
     """What is to be trained on what."""
 
     name: str
-    model: Model
+    shape: Shape
     lengths: Lengths
     gpu: Gpu
     gpus: int
@@ -85,6 +101,13 @@ class Question:
         attention_pattern(self.pattern)
 
     @property
+    def spread(self) -> tuple[float, float]:
+        """How much faster and slower it may be, as factors of the efficiencies."""
+        if self.efficiency is not None and self.efficiency != Efficiency.of(self.gpu):
+            return GIVEN_SPREAD
+        return EXPERTS_SPREAD if self.shape.experts is not None else ASSUMED_SPREAD
+
+    @property
     def assumed(self) -> Efficiency:
         """The efficiency that times are estimated with."""
         return self.efficiency or Efficiency.of(self.gpu)
@@ -114,6 +137,7 @@ class Question:
                 pattern=pattern,
                 split=split,
                 parts=parts,
+                windows=self.shape.windows,
             )
 
         return counted
@@ -123,19 +147,26 @@ class Question:
         sizes = {"sequence_length": self.sequence_length, "global_batch": self.global_batch}
         work = self.work(layout, pattern)
         time = step_time(
-            self.model,
+            self.shape,
             layout,
             gpu=self.gpu,
             efficiency=self.assumed,
             attention=work,
             **sizes,
         )
+        days = days_per_billion(time, **sizes, filling=work.filling)
+        useful = model_work(
+            self.shape, sequence_length=self.sequence_length, pairs=work.pairs
+        ).total
+        could = time.total * self.gpus * self.gpu.tflops * 1e12
         return Choice(
             layout=layout,
-            memory=memory_of(self.model, layout, **sizes),
-            communication=communication_of(self.model, layout, **sizes),
+            memory=memory_of(self.shape, layout, **sizes),
+            communication=communication_of(self.shape, layout, **sizes),
             time=time,
-            days=days_per_billion(time, **sizes, filling=work.filling),
+            days=days,
+            mfu=useful * self.global_batch / could,
+            tokens_per_second=1e9 / (days * SECONDS_A_DAY) / self.gpus,
         )
 
     def saving(self, layout: Layout) -> float:
@@ -195,7 +226,7 @@ def make_plan(question: Question, *, only: Layout | None = None) -> Plan:
     refused: list[Refusal] = []
     for layout in [only] if only else layouts(question):
         reasons = refusals(
-            question.model,
+            question.shape,
             layout,
             gpu=question.gpu,
             sequence_length=question.sequence_length,
@@ -222,7 +253,8 @@ def _fitting(question: Question, layout: Layout) -> Choice | Refusal:
     reason = (
         f"memory: needs {least.memory.total / GIB:.1f} GiB (states {least.memory.states / GIB:.1f},"
         f" activations {least.memory.activations / GIB:.1f}) even with --recompute-granularity "
-        f"{least.layout.recompute}, {space / GIB:.1f} may be filled; raise TP, PP or CP"
+        f"{least.layout.recompute}, {space / GIB:.1f} may be filled; raise TP, PP"
+        f"{', CP or EP' if question.shape.experts else ' or CP'}"
     )
     return Refusal(layout=least.layout, reasons=(reason,))
 
@@ -233,24 +265,46 @@ def layouts(question: Question) -> Iterator[Layout]:
     Besides Ulysses and the ring the kind is looked at that --cp-comm-type auto would take, where
     that is another.
     """
-    gpus, model = question.gpus, question.model
+    gpus, shape = question.gpus, question.shape
     node = min(question.gpu.per_node, gpus)
     for tp in _powers(2 * node):
-        for pp in _divisors(model.layers):
+        for pp in _pipelines(shape.layers):
             for cp in _powers(MOST_CP):
                 if gpus % (tp * pp * cp):
                     continue
-                layout = Layout(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp))
-                yield layout
-                if cp > 1:
-                    yield dataclasses.replace(layout, cp_comm="p2p")
-                    auto = automatic(layout, model, question.gpu)
-                    if auto != layout:
-                        yield auto
+                for ep in _expert_ranks(shape, gpus // pp):
+                    layout = Layout(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp), ep=ep)
+                    yield from _kinds(layout, question)
 
 
-def automatic(layout: Layout, model: Model, gpu: Gpu) -> Layout:
+def _kinds(layout: Layout, question: Question) -> Iterator[Layout]:
+    yield layout
+    if layout.cp > 1:
+        yield dataclasses.replace(layout, cp_comm="p2p")
+        auto = automatic(layout, question.shape, question.gpu)
+        if auto != layout:
+            yield auto
+
+
+def _pipelines(layers: int) -> list[int]:
+    """Sizes that share the layers evenly; powers of two besides, where no even one does."""
+    even = [pp for pp in range(1, layers + 1) if layers % pp == 0]
+    if layers % 2:
+        even += [pp for pp in _powers(layers) if pp > 1 and stage_sizes(layers, pp)]
+    return sorted(set(even))
+
+
+def _expert_ranks(shape: Shape, ranks: int) -> list[int]:
+    """Sizes of expert parallelism to look at."""
+    if shape.experts is None:
+        return [1]
+    most = min(shape.experts.number, ranks)
+    return [ep for ep in _powers(most) if ranks % ep == 0]
+
+
+def automatic(layout: Layout, shape: Shape, gpu: Gpu) -> Layout:
     """The layout with what --cp-comm-type auto comes to (`training.context_parallel`)."""
+    model = shape.model
     A = largest_heads_ranks(
         cp_size=layout.cp,
         query_heads=max(1, model.heads // layout.tp),
@@ -263,10 +317,6 @@ def automatic(layout: Layout, model: Model, gpu: Gpu) -> Layout:
 
 def _powers(most: int) -> list[int]:
     return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def compare_patterns(question: Question, layout: Layout) -> dict[str, Choice]:

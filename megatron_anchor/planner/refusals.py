@@ -8,27 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.planner.gpus import Gpu
 from megatron_anchor.planner.layout import Layout
+from megatron_anchor.planner.shapes import Shape
+from megatron_anchor.planner.stages import stage_sizes
 
 
 def refusals(
-    model: Model, layout: Layout, *, gpu: Gpu, sequence_length: int, global_batch: int
+    shape: Shape, layout: Layout, *, gpu: Gpu, sequence_length: int, global_batch: int
 ) -> list[str]:
     """All reasons, each as `kind: what, and the remedy`; empty when all is well."""
     return [
-        *_heads(model, layout),
-        *_shapes(model, layout),
+        *_heads(shape, layout),
+        *_shapes(shape, layout),
+        *_experts(shape, layout),
         *_alignment(layout, sequence_length),
         *_batch(layout, global_batch),
         *_placement(layout, gpu),
-        *_kernel(model, layout, gpu),
+        *_kernel(shape, layout, gpu),
     ]
 
 
-def _heads(model: Model, layout: Layout) -> Iterator[str]:
-    tp, cp = layout.tp, layout.cp
+def _heads(shape: Shape, layout: Layout) -> Iterator[str]:
+    model, tp, cp = shape.model, layout.tp, layout.cp
     if model.heads % tp:
         yield f"heads: {model.heads} query heads cannot be shared by TP {tp}; use a divisor of them"
         return
@@ -54,15 +56,39 @@ def _heads(model: Model, layout: Layout) -> Iterator[str]:
         )
 
 
-def _shapes(model: Model, layout: Layout) -> Iterator[str]:
-    if model.layers % layout.pp:
-        yield f"layers: {model.layers} layers cannot be shared by PP {layout.pp}; use a divisor"
-    for what, size in (
-        ("the MLP's width", model.ffn),
-        ("the padded vocabulary", model.padded_rows),
-    ):
+def _shapes(shape: Shape, layout: Layout) -> Iterator[str]:
+    model = shape.model
+    if stage_sizes(model.layers, layout.pp) is None:
+        yield (
+            f"layers: {model.layers} layers leave none for the last of PP {layout.pp} stages; use "
+            "a divisor"
+        )
+    sizes = [("the padded vocabulary", model.padded_rows)]
+    if shape.dense_layers:
+        sizes.insert(0, ("the MLP's width", shape.ffn))
+    if shape.experts is not None and shape.experts.shared_ffn:
+        sizes.append(("the shared experts' width", shape.experts.shared_ffn))
+    for what, size in sizes:
         if size % layout.tp:
             yield f"shape: {what} {size} cannot be shared by TP {layout.tp}; use another TP"
+
+
+def _experts(shape: Shape, layout: Layout) -> Iterator[str]:
+    ep = layout.ep
+    if shape.experts is None:
+        if ep > 1:
+            yield f"experts: EP {ep} is for models with experts; use EP 1"
+        return
+    if shape.experts.number % ep:
+        yield (
+            f"experts: {shape.experts.number} experts cannot be shared by EP {ep}; use a divisor "
+            "of them"
+        )
+    if layout.expert_ranks % ep:
+        yield (
+            f"experts: EP {ep} does not divide TP x CP x DP = {layout.expert_ranks}; use a divisor "
+            "of that"
+        )
 
 
 def _alignment(layout: Layout, sequence_length: int) -> Iterator[str]:
@@ -95,10 +121,22 @@ def _placement(layout: Layout, gpu: Gpu) -> Iterator[str]:
         )
 
 
-def _kernel(model: Model, layout: Layout, gpu: Gpu) -> Iterator[str]:
+def _kernel(shape: Shape, layout: Layout, gpu: Gpu) -> Iterator[str]:
     """Transformer Engine's kernels (training/validation asks attention/backends/te_rules)."""
     if not layout.rings:
         return
+    for what, there in (
+        ("multi-latent attention", shape.latent is not None),
+        ("sliding windows", shape.window is not None and any(shape.windowed)),
+        ("attention sinks", shape.sinks),
+    ):
+        if there:
+            yield (
+                f"kernel: --cp-comm-type p2p is not for {what}; use a2a (Ulysses), gather or "
+                "a2a+gather"
+            )
+            return
+    model = shape.model
     largest = 256 if gpu.capability < (10, 0) else 128
     if model.head > largest or model.head % 8:
         yield (

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_anchor.context_parallel.split import assign_chunks, slots_in_chunks
 from megatron_anchor.packing.patterns import attention_pattern
 from megatron_anchor.planner.lengths import Lengths
+from megatron_anchor.windows import FULL, LayerWindows, Window
 
 SAMPLES = 64
 """Samples that are laid out to know a mean."""
@@ -24,7 +25,7 @@ costs the whole tile."""
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWork:
-    """Means over samples; one head, one layer, forward."""
+    """Means over samples and layers; one head, one layer, forward."""
 
     pairs: float
     """Pairs of query and key that the mask leaves."""
@@ -109,7 +110,13 @@ def lay_out(
 
 
 def attention_work(
-    samples: Samples, *, sequence_length: int, pattern: str, split: int = 1, parts: int = 1
+    samples: Samples,
+    *,
+    sequence_length: int,
+    pattern: str,
+    split: int = 1,
+    parts: int = 1,
+    windows: LayerWindows = FULL,
 ) -> AttentionWork:
     """Count pairs.
 
@@ -121,17 +128,22 @@ def attention_work(
             1 where ranks share heads, or there is one.
         parts: groups that the queries are dealt out to, where keys and values are gathered; the
             tiles are then those of the group with most of them, times the groups.
+        windows: of the model's layers; none where documents are split.
 
     Raises:
         UserError: for an unknown pattern.
     """
     segment_lengths = attention_pattern(pattern).segment_lengths
     slices = [segment_lengths(s, sequence_length=sequence_length) for s in samples.slices]
-    pairs = np.array([(s * (s + 1) / 2).sum() for s in slices])
+    pairs = np.array([windows.pairs(s) for s in slices])
     if parts > 1:
-        tiles = np.array([_tiles_of_parts(s, sequence_length, parts).max() * parts for s in slices])
+        tiles = np.array(
+            [_tiles_of_parts(s, sequence_length, parts, windows).max() * parts for s in slices]
+        )
+    elif split > 1:
+        tiles = np.array([_tiles_of_chunks(s, split).sum() for s in slices])
     else:
-        tiles = np.array([_tiles(s, split).sum() for s in slices])
+        tiles = np.array([_in_tiles(windows).pairs(-(-s // TILE)) for s in slices])
     return AttentionWork(
         pairs=float(pairs.mean()),
         tile_pairs=float(tiles.mean()) * TILE**2,
@@ -141,19 +153,31 @@ def attention_work(
     )
 
 
-def _tiles(slots: np.ndarray, split: int) -> np.ndarray:
-    """Tiles under the diagonal; a split document is 2 x split chunks, each tiled by itself."""
-    if split == 1:
-        tiles = -(-slots // TILE)
-        return tiles * (tiles + 1) / 2
+def _in_tiles(windows: LayerWindows) -> LayerWindows:
+    """The same windows, counted in tiles: those that a row of tiles reaches back to at most."""
+    kinds = []
+    for kind in windows.kinds:
+        window = kind.window
+        if window is not None:
+            kept = window.keeps_anchor
+            window = Window(size=1 + -(-(window.size - 1) // TILE), keeps_anchor=kept)
+        kinds.append(kind._replace(window=window))
+    return LayerWindows(tuple(kinds))
+
+
+def _tiles_of_chunks(slots: np.ndarray, split: int) -> np.ndarray:
+    """Tiles under the diagonal of documents cut into 2 x split chunks, each tiled by itself."""
     chunk = -(-slots // (2 * split * TILE))
     return split * ((2 * split - 1) * chunk**2 + chunk * (chunk + 1))
 
 
-def _tiles_of_parts(slots: np.ndarray, sequence_length: int, parts: int) -> np.ndarray:
-    """float64 [parts]: tiles of the runs that each part computes."""
+def _tiles_of_parts(
+    slots: np.ndarray, sequence_length: int, parts: int, windows: LayerWindows
+) -> np.ndarray:
+    """float64 [parts]: tiles of the runs that each part computes, a mean over the layers."""
     borders = np.unique(np.concatenate((np.cumsum(slots), [0, sequence_length])))
-    chunks = assign_chunks(borders, sequence_length=sequence_length, parts=parts)
+    chunks = assign_chunks(borders, sequence_length=sequence_length, parts=parts, windows=windows)
+    layers = sum(kind.layers for kind in windows.kinds)
     found = np.zeros(parts)
     for part, held in enumerate(slots_in_chunks(chunks, sequence_length=sequence_length)):
         document = np.searchsorted(borders, held, side="right") - 1
@@ -161,7 +185,23 @@ def _tiles_of_parts(slots: np.ndarray, sequence_length: int, parts: int) -> np.n
         starts, ends = np.append(0, new), np.append(new, len(held))
         before = held[starts] - borders[document[starts]]  # keys in front of a run's first query
         rows = -(-(ends - starts) // TILE)
-        # A row of tiles reaches from the document's start to the row's last query.
-        whole = rows * before / TILE + rows * (rows + 1) / 2
-        found[part] = np.ceil(whole).sum()
+        for kind, in_tiles in zip(windows.kinds, _in_tiles(windows).kinds, strict=True):
+            whole = _tiles_of_runs(rows, before / TILE, in_tiles.window)
+            found[part] += np.ceil(whole).sum() * kind.layers / layers
     return found
+
+
+def _tiles_of_runs(rows: np.ndarray, before: np.ndarray, window: Window | None) -> np.ndarray:
+    """Tiles of runs: each row of tiles reaches from the document's start to the row's last query.
+
+    Args:
+        rows: int64 [runs], tiles of queries.
+        before: float64 [runs], tiles of keys in front of a run's first query.
+        window: in tiles.
+    """
+    if window is None:
+        return np.asarray(rows * before + rows * (rows + 1) / 2)
+    reach = window.size + window.keeps_anchor
+    shorter = np.clip(np.floor(reach - before), 0, rows)  # rows that see less than the window
+    inside = shorter * before + shorter * (shorter + 1) / 2
+    return np.asarray(inside + (rows - shorter) * reach)

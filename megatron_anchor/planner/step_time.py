@@ -1,7 +1,8 @@
 """Seconds of a training step, from counted work and stated assumptions about efficiency.
 
     stage  = linear work / (linear efficiency x peak) + attention work / (attention efficiency x
-             peak) + bytes sent for tensor and context parallelism / (link efficiency x bandwidth)
+             peak) + bytes sent for tensor, context and expert parallelism / (link efficiency x
+             bandwidth), of the stage with most work
     step   = stage x (micro-batches + pipeline stages - 1) x imbalance + what of the gradients'
              exchange is not hidden behind the last micro-batch's computation
 
@@ -12,18 +13,23 @@ layout depend on the assumptions much less than days do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.planner.communication import communication_of
 from megatron_anchor.planner.gpus import Gpu
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.samples import AttentionWork
-from megatron_anchor.planner.work import LayerWork, layer_work, output_work
+from megatron_anchor.planner.shapes import Shape
+from megatron_anchor.planner.stages import Stage, stages_of
+from megatron_anchor.planner.work import Work, stage_work
 
 SECONDS_A_DAY = 86400
+
+EXPERTS_SHARE = 0.7
+"""Efficiency of routed experts over that of other matrix products: an assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,13 @@ class Efficiency:
     """A fused variable-length kernel, forward and backward."""
     link: float = 0.75
     """NVLink and network, of the bandwidth in one direction."""
+    experts: float | None = None
+    """Matrix products of routed experts, which are small and uneven; None: 0.7 x linear."""
+
+    @property
+    def of_experts(self) -> float:
+        """What `experts` comes to."""
+        return EXPERTS_SHARE * self.linear if self.experts is None else self.experts
 
     @classmethod
     def of(cls, gpu: Gpu) -> Efficiency:
@@ -71,7 +84,7 @@ def days_per_billion(
 
 
 def step_time(
-    model: Model,
+    shape: Shape,
     layout: Layout,
     *,
     gpu: Gpu,
@@ -83,7 +96,7 @@ def step_time(
     """Estimate a step.
 
     Args:
-        model: its shape.
+        shape: of the model.
         layout: how it is shared out.
         gpu: what computes and sends.
         efficiency: assumptions.
@@ -91,15 +104,16 @@ def step_time(
         sequence_length: S.
         global_batch: samples of a step.
     """
-    micro_batches, layers = layout.micro_batches(global_batch), model.layers / layout.pp
-    speed = gpu.tflops * 1e12
-    share = layout.tp * layout.cp
-    work = _work(model, layout, attention, sequence_length)
-    output = output_work(model, sequence_length=sequence_length)
-    linear = (layers * work.linear + output) / share / (speed * efficiency.linear)
-    kernel = layers * work.attention / share / (speed * efficiency.attention)
+    micro_batches = layout.micro_batches(global_batch)
+    linear, kernel = max(
+        (
+            _seconds(work, layout, gpu, efficiency)
+            for work in _works(shape, layout, attention, sequence_length)
+        ),
+        key=sum,
+    )
     sent = communication_of(
-        model, layout, sequence_length=sequence_length, global_batch=global_batch
+        shape, layout, sequence_length=sequence_length, global_batch=global_batch
     )
     bandwidth = _Bandwidth(gpu, layout, efficiency.link)
     tensor = sent.tensor / micro_batches / bandwidth.of(layout.tp)
@@ -107,7 +121,8 @@ def step_time(
     if layout.rings:  # the next keys travel while a chunk is computed
         keys = max(0.0, keys - kernel)
     heads = sent.heads / micro_batches / bandwidth.of(layout.tp * layout.heads_ranks)
-    context = heads + keys
+    experts = sent.experts / micro_batches / bandwidth.of(layout.ep)
+    context = heads + keys + experts
     pipeline = sent.pipeline / micro_batches / bandwidth.of(layout.gpus)
     busy = linear + kernel + tensor + context + pipeline
     exchange = sent.data / bandwidth.of(layout.gpus // layout.pp)
@@ -120,15 +135,30 @@ def step_time(
     )
 
 
-def _work(
-    model: Model, layout: Layout, attention: AttentionWork, sequence_length: int
-) -> LayerWork:
-    return layer_work(
-        model,
-        sequence_length=sequence_length,
-        pairs=attention.tile_pairs,
-        recompute=layout.recompute,
-    )
+def _works(
+    shape: Shape, layout: Layout, attention: AttentionWork, sequence_length: int
+) -> Iterator[Work]:
+    """The work of each stage that may have most: the first, one without dense layers, the last."""
+    stages = stages_of(shape, layout.pp)
+    for stage in {stages[0], stages[-1], max(stages[: layout.pp - 1] or stages, key=_sparse)}:
+        yield stage_work(
+            shape,
+            stage,
+            sequence_length=sequence_length,
+            pairs=attention.tile_pairs,
+            recompute=layout.recompute,
+        )
+
+
+def _sparse(stage: Stage) -> int:
+    return stage.sparse
+
+
+def _seconds(work: Work, layout: Layout, gpu: Gpu, efficiency: Efficiency) -> tuple[float, float]:
+    """Matrix products and attention of one micro-batch on one GPU of a stage."""
+    speed = gpu.tflops * 1e12 * layout.tp * layout.cp
+    products = work.linear / efficiency.linear + work.experts / efficiency.of_experts
+    return products / speed, work.attention / efficiency.attention / speed
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_anchor.attention.rope import RotarySettings, inverse_frequencies
 from megatron_anchor.checkpoint.families import FAMILIES
+from megatron_anchor.checkpoint.fused_experts import separate_experts
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config, sliding_window
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
 from megatron_anchor.checkpoint.model import Model
@@ -73,7 +74,12 @@ def open_folder(folder: str | Path) -> ModelFolder:
     """
     config = read_config(folder)
     _refuse_without_rope(folder, config)
-    model = model_of(config, drop_sliding_window=True)
+    model = model_of(config)
+    if model.sinks:
+        raise UserError(
+            f"{folder}: {model.family} has a sink in every softmax, which this measurement does "
+            f"not have; give a model of {', '.join(n for n, f in FAMILIES.items() if not f.sinks)}"
+        )
     return ModelFolder(Path(folder), model, sliding_window(config))
 
 
@@ -86,7 +92,8 @@ def check_weights(source: ModelFolder) -> None:
     """
     load_config(source.folder)
     with Files() as files:
-        check_tensors(open_weights(source.folder, files), source.model)
+        weights = open_weights(source.folder, files)
+        check_tensors(separate_experts(weights, source.model), source.model)
 
 
 def _refuse_without_rope(folder: str | Path, config: dict[str, Any]) -> None:
@@ -141,7 +148,9 @@ def hugging_face_folder(
     assert megatron is not None
     with TemporaryDirectory(prefix="rope-drift-") as temporary:
         out = Path(temporary) / "model"
-        convert_to_hugging_face(megatron, out, iteration=iteration, like=like, progress=progress)
+        convert_to_hugging_face(
+            megatron, out, iteration=iteration, like=like, keep_tokenizer=True, progress=progress
+        )
         yield out
 
 

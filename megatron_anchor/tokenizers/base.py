@@ -88,6 +88,13 @@ class Tokenizer:
     """Of everything in the tokenizer's files that decides ids."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know; printed once."""
+    markup: EngineRecipe | None = None
+    """The library with control tokens read from text, as a chat template writes them; None where
+    ids carry no places in the text."""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """`bos_token`, `eos_token`, ... as the tokenizer's files name them."""
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    """Jinja sources by name; nearly always `default` alone."""
 
     def with_eod(self, eod_id: int | None, *, flag: str = "--eod-id") -> Tokenizer:
         """The same tokenizer with another end-of-document id, unless that is None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ class TokenizersEngine:
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a text, int64 [tokens], and their (start, end) characters, int64 [tokens, 2]."""
+        encoding = self.library.encode(text, add_special_tokens=False)
+        places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int64), places
+
     def unassigned(self, characters: str) -> str:
         """Those of the characters that the library's Unicode tables do not know."""
         from tokenizers import Regex
@@ -95,6 +102,7 @@ def load_file(path: Path, *, special: bool, affixes: bool, eod_token: str | None
         named={"bos_token": named.get("bos_token"), **named},
         special=special,
         affixes=affixes,
+        templates=_templates_beside(path.parent),
     )
 
 
@@ -139,6 +147,7 @@ def load_folder(
         named=named,
         special=special,
         affixes=affixes,
+        templates=_by_name(getattr(library, "chat_template", None)),
     )
 
 
@@ -166,10 +175,14 @@ def _describe(
     named: Mapping[str, str | None],
     special: bool,
     affixes: bool,
+    templates: Mapping[str, str] | None = None,
 ) -> Tokenizer:
     config = _as_the_library_writes_it(config, path=path)
     try:
-        return _described(config, path=path, eos=eos, named=named, special=special, affixes=affixes)
+        found = _described(
+            config, path=path, eos=eos, named=named, special=special, affixes=affixes
+        )
+        return replace(found, chat_templates=templates or {})
     except Exception as error:
         if type(error) is not Exception:  # the one that tokenizers raises
             raise
@@ -186,6 +199,7 @@ def _described(
     affixes: bool,
 ) -> Tokenizer:
     own_unknown = plain_text.unknown_token(config)
+    markup = {"config": json.dumps(config), "plain_text": False}
     control: dict[str, int] = {}
     if not special:
         control = plain_text.control_tokens(config, named=filter(None, named.values()))
@@ -224,6 +238,8 @@ def _described(
         control_ids=frozenset(control.values()),
         digest=digest_of(json.dumps(_deciding(written), sort_keys=True)),
         notes=(affix_note(prefix, suffix),) if prefix or suffix else (),
+        markup=EngineRecipe("tokenizers", _FACTORY, markup, packages=("tokenizers",)),
+        named={name: value for name, value in named.items() if value is not None},
     )
 
 
@@ -328,6 +344,23 @@ def _named_tokens(folder: Path) -> dict[str, str]:
             if key.endswith("_token") and isinstance(content, str):
                 named[key] = content
     return named
+
+
+def _templates_beside(folder: Path) -> dict[str, str]:
+    """The chat templates that lie beside a tokenizer.json."""
+    alone, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if alone.is_file():
+        return _by_name(alone.read_text(encoding="utf-8"))
+    return _by_name(_read_json(settings).get("chat_template")) if settings.is_file() else {}
+
+
+def _by_name(templates: Any) -> dict[str, str]:
+    """Chat templates as transformers has them: one text, texts by name, or a list of entries."""
+    if isinstance(templates, str):
+        return {"default": templates}
+    if isinstance(templates, list):
+        return {entry["name"]: entry["template"] for entry in templates}
+    return dict(templates or {})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from megatron_anchor import compat
 from megatron_anchor.attention.layer_window import layer_windows
 from megatron_anchor.context_parallel.split import ZIGZAG
 from megatron_anchor.errors import UserError
-from megatron_anchor.flags import add_flags
+from megatron_anchor.flags import add_flags, tell_default
 from megatron_anchor.packing.patterns import patterns_help
 from megatron_anchor.packing.settings import PackingSettings
 from megatron_anchor.training.context_parallel import context_parallel
@@ -131,6 +131,8 @@ def add_anchor_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group("megatron_anchor", AnchorArguments.__doc__)
     add_flags(group, AnchorArguments)
     _action(parser, "attention_pattern").help = patterns_help()
+    for action in group._group_actions:
+        tell_default(action)
     compat.mend_help_texts(parser)
     _end_without_usage(parser)
     parser.epilog = EXAMPLE

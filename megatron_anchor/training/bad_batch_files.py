@@ -51,14 +51,14 @@ class SampleRecord:
     @property
     def documents(self) -> list[int]:
         """Numbers of its documents in the corpus, in order."""
-        return self.dataset.pieces(self.number).document.tolist()
+        return self.dataset.slices(self.number).document.tolist()
 
     @property
     def bad_documents(self) -> list[int]:
         """Those that hold a slot whose loss is not finite, where documents are kept apart."""
         if not self.dataset.config.pattern.masks_documents:
             return []
-        ends = document_borders(self.dataset.pieces(self.number))[1:]
+        ends = document_borders(self.dataset.slices(self.number))[1:]
         rows = np.unique(np.searchsorted(ends, self.bad_slots, side="right"))
         documents = self.documents
         return [documents[row] for row in rows if row < len(documents)]

@@ -14,6 +14,7 @@ Legend: P context-parallel size, A ranks of an all-to-all, B groups that gather.
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from megatron_anchor.attention.backends.request import (
 )
 from megatron_anchor.context_parallel.sizes import largest_heads_ranks
 from megatron_anchor.context_parallel.split import CHUNKS, CONTIGUOUS, ZIGZAG, SlotSplit
+from megatron_anchor.training import number_rules
 
 OURS = {"auto": None, "a2a": ULYSSES, "gather": GATHER, "a2a+gather": ULYSSES_GATHER}
 """Values of --cp-comm-type that are not Transformer Engine's, and what they mean."""
@@ -100,12 +102,14 @@ def context_parallel(args: Namespace) -> ContextParallel:
 
 def resolve(args: Namespace) -> None:
     """Write what `auto` comes to into the arguments, for Megatron makes groups from them."""
-    if next(refusals(args), None) is not None:
+    if next(number_rules.refusals(args), None) or next(refusals(args), None):
         return
     found = context_parallel(args)
     args.cp_comm_type = list(found.comm_types)
     if found.kind == ULYSSES_GATHER:
         args.hierarchical_context_parallel_sizes = [found.heads_ranks, found.keys_ranks]
+    elif found.kind != TRANSFORMER_ENGINE:
+        args.hierarchical_context_parallel_sizes = None
 
 
 def _heads_ranks(args: Namespace) -> int:
@@ -155,7 +159,32 @@ def refusals(args: Namespace) -> Iterator[str]:
             "since it decides which rank holds which slots; give it alone"
         )
         return
+    yield from _contradictions(args)
     yield from _size_refusals(args)
+
+
+def _contradictions(args: Namespace) -> Iterator[str]:
+    """Say which of two flags would decide against the other."""
+    kinds, sizes = set(args.cp_comm_type), args.hierarchical_context_parallel_sizes
+    if args.context_parallel_size == 1:
+        if sizes and math.prod(sizes) != 1:
+            yield (
+                f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}: there is "
+                "--context-parallel-size 1; set it to the product of the two, or leave them out"
+            )
+        return
+    gathered = kinds & {"gather", "a2a+gather"}
+    if gathered and args.anchor_context_parallel != "auto":
+        yield (
+            f"--cp-comm-type {min(gathered)} and --anchor-context-parallel "
+            f"{args.anchor_context_parallel} ask for two kinds; leave one of them out"
+        )
+    if sizes and kinds & {"gather", "a2a"}:
+        yield (
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} are for "
+            f"--cp-comm-type a2a+gather (and Transformer Engine's a2a+p2p), got "
+            f"{' '.join(args.cp_comm_type)}; leave one of them out"
+        )
 
 
 def _size_refusals(args: Namespace) -> Iterator[str]:

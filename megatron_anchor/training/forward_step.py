@@ -40,16 +40,20 @@ IMBALANCES = {
 """Figures in millionths, and their names in the log."""
 
 
-def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Any, Any]:
+def forward_step(
+    data_iterator: Iterator[dict[str, Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
     """Run one micro-batch through this rank's part of the model.
 
     Args:
         data_iterator: see `get_batch`.
         model: Megatron's (wrapped) GPTModel.
+        return_schedule_plan: run nothing yet; Megatron's schedule for
+            --overlap-moe-expert-parallel-comm asks for it.
 
     Returns:
-        The model's output ([B, s] losses on the last pipeline stage) and the function that turns
-        it into Megatron's (loss, token count, report).
+        The model's output ([B, s] losses on the last pipeline stage), or the plan to compute it,
+        and the function that turns it into Megatron's (loss, token count, report).
     """
     args, timers = get_args(), get_timers()
     timers("batch-generator", log_level=2).start()
@@ -71,7 +75,8 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
         update_seqlen_stats_from_cu_seqlens(batch.packed.cu_seqlens_q)
     timers("batch-generator").stop()
     with stimer:
-        output = model(
+        run = model.build_schedule_plan if return_schedule_plan else model
+        output = run(
             batch.tokens,
             batch.packed.position_ids_Bs,
             None,

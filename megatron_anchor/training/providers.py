@@ -20,7 +20,7 @@ from megatron_anchor.context_parallel.sizes import GATHER_LIMIT
 from megatron_anchor.errors import UserError
 from megatron_anchor.packing import blend
 from megatron_anchor.packing.anchor_token import choose_anchor
-from megatron_anchor.packing.balance import LINEAR_WORK, BalancedDataset, Balancing
+from megatron_anchor.packing.balance import BalancedDataset, Balancing
 from megatron_anchor.packing.blend import corpora_of
 from megatron_anchor.packing.dataset import PackedDataset, PackedDatasetConfig
 from megatron_anchor.packing.effective_context import weigh_by_context
@@ -40,6 +40,7 @@ from megatron_anchor.training.data_needs import require_enough, validation_sampl
 from megatron_anchor.training.full_validation import whole_batches
 from megatron_anchor.training.latent_rules import is_latent
 from megatron_anchor.training.same_data import require_same_data
+from megatron_anchor.training.slot_work import slot_work
 from megatron_anchor.training.validation import attention_request, gather_memory, rotary_dim
 
 
@@ -202,7 +203,7 @@ def balancing(args: Namespace) -> Balancing | None:
         micro_batch_size=args.micro_batch_size,
         ranks=mpu.get_data_parallel_world_size(),
         first=_first_of_a_batch(args),
-        linear=LINEAR_WORK * args.hidden_size,
+        linear=slot_work(args),
     )
 
 

@@ -28,8 +28,10 @@ from megatron_anchor.training import (
     last_checkpoints,
     latent_rules,
     multi_token_rules,
+    number_rules,
     run_rules,
     saved_checkpoints,
+    sharding_rules,
 )
 from megatron_anchor.training.arguments import (
     document_alignment,
@@ -55,6 +57,8 @@ def refusals(args: Namespace) -> list[str]:
     Returns:
         Reasons, empty when all is well.
     """
+    if without_meaning := list(number_rules.refusals(args)):
+        return without_meaning
     return [reason for rule in RULES for reason in rule(args)]
 
 
@@ -381,6 +385,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _experts,
     data_arguments.refusals,
     run_rules.refusals,
+    sharding_rules.refusals,
     _batches,
     _bad_batch,
     saved_checkpoints.refusals,

@@ -40,7 +40,36 @@ CHANGED = {
         {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
     ),
 }
+OTHER = {
+    "a window shorter by one": (
+        *("mistral, window", {"window_size": (5, 0)}),
+        "sliding_window 6 (Hugging Face sliding_window 7)",
+    ),
+    "a window longer by one": (
+        *("mistral, window", {"window_size": (7, 0)}),
+        "sliding_window 8 (Hugging Face sliding_window 7)",
+    ),
+    "a window in the wrong layers": (
+        *("qwen3, window in every second layer", {"window_attn_skip_freq": [0, 1, 0, 1]}),
+        "sliding_window 5 in layers [2, 4] (Hugging Face sliding_window 5 in layers [1, 3])",
+    ),
+    "rotation in a layer without": (
+        *("smollm3", {"no_rope_freq": None}),
+        "no_rope () (Hugging Face (False, False, False, True))",
+    ),
+    "no sink": ("gpt-oss", {"softmax_type": "vanilla"}, "sinks False (Hugging Face True)"),
+    "another clamp": (
+        *("gpt-oss", {"activation_func_clamp_value": 0.6}),
+        "swiglu_limit 0.6 (Hugging Face 0.5)",
+    ),
+    "no clamp's offset": ("gpt-oss", {"glu_linear_offset": 0.0}, "glu_linear_offset 0.0"),
+}
+"""What a family says, changed: the case's model, its arguments and what verification says."""
 SAME = {
+    "with a window": ("mistral, window", {}),
+    "with windows in some layers": ("qwen3, window in every second layer", {}),
+    "without rotation in some layers": ("smollm3, uneven layers with a window, biases", {}),
+    "with sinks": ("gpt-oss", {}),
     "ours": ("llama", {}),
     "with experts": ("mixtral", {}),
     "with yarn": ("llama yarn, attention bias", {}),
@@ -77,7 +106,7 @@ def change_arguments(folder, *, stock, **changes):
 def folders(tmp_path_factory):
     """Name of a case to the Hugging Face folder and the changed checkpoint."""
     root, found = tmp_path_factory.mktemp("arguments"), {}
-    for number, (case, (name, changes)) in enumerate((CHANGED | SAME).items()):
+    for number, (case, (name, changes, *_)) in enumerate((CHANGED | OTHER | SAME).items()):
         model, stock = name.removesuffix(", stock"), name.endswith(", stock")
         source = root / model.replace(" ", "_")
         if not source.exists():
@@ -119,12 +148,22 @@ def test_verify_sees_it_in_the_settings_and_in_the_logits(case, verified):
     assert logits.largest_difference > 100 * logits.tolerance
 
 
+@pytest.mark.parametrize("case", OTHER)
+def test_verify_sees_another_value_of_what_a_family_says(case, verified):
+    same_bits, settings, logits = verified[case]
+    assert same_bits
+    assert any(OTHER[case][2] in said for said in settings), settings
+    print(f"{case}: logits differ by {logits.largest_difference:.2g}, {logits.kl:.2g} nats")
+    assert logits.largest_difference > 100 * logits.tolerance
+
+
 @pytest.mark.parametrize("case", SAME)
 def test_verify_passes_what_is_the_same_model(case, verified):
     same_bits, settings, logits = verified[case]
     assert same_bits
     assert settings == []
     assert logits.passed, logits
+    print(f"{case}: logits differ by {logits.largest_difference:.2g}, {logits.kl:.2g} nats")
 
 
 @pytest.mark.parametrize("case", CHANGED)

@@ -34,6 +34,7 @@ BASE = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
+    "pad_token_id": None,
     "sliding_window": None,
     "num_experts_per_tok": 2,
     "num_local_experts": 4,
@@ -45,6 +46,8 @@ OF_FAMILY = {
     "qwen2": ("sliding_window",),
     "qwen3": ("sliding_window",),
     "mixtral": ("sliding_window", "num_experts_per_tok", "num_local_experts"),
+    "smollm3": ("sliding_window",),
+    "gpt_oss": ("sliding_window", "num_experts_per_tok", "num_local_experts"),
     "qwen3_moe": (
         *("sliding_window", "num_experts_per_tok", "num_local_experts"),
         "moe_intermediate_size",
@@ -152,6 +155,8 @@ def cases(name):
     foreign = SPECIAL - set(OF_FAMILY[family.model_type])
     base = {key: value for key, value in BASE.items() if key not in foreign}
     base |= {"architectures": [name], "model_type": family.model_type}
+    if family.sinks:
+        base["sliding_window"] = 12  # transformers does not run gpt-oss without one
     changes = [*CHANGES, harmless_at_once(), *(EXPERTS if family.has_experts else ())]
     return [(change, base | change) for change in copy.deepcopy(changes)]
 

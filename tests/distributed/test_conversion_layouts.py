@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -43,10 +44,16 @@ def logits_of_rank(layouts, folders):
     if not dist.is_initialized():
         dist.init_process_group(backend="gloo")
     found = {}
-    for layout, (tp, pp, vpp, ep) in layouts.items():
-        mpu.initialize_model_parallel(tp, pp, vpp, expert_model_parallel_size=ep)
+    for (layout, (tp, pp, vpp, ep)), biased in product(layouts.items(), (False, True)):
+        # Megatron's experts have no biases where they are shared by tensor parallelism.
+        sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
+        mpu.initialize_model_parallel(
+            tp, pp, vpp, **sizes | ({} if biased else {"expert_tensor_parallel_size": tp})
+        )
         model_parallel_cuda_manual_seed(1)
         for name, folder in folders.items():
+            if biased != name.startswith("gpt-oss"):
+                continue
             with Files() as files:
                 args = TorchDistCheckpoint(folder / "release", files).args()
             stages = [None] if vpp is None else list(range(vpp))
@@ -57,7 +64,7 @@ def logits_of_rank(layouts, folders):
             for chunk in chunks:
                 chunk.eval()
             kept = []
-            get_forward_backward_func()(
+            torch.no_grad()(get_forward_backward_func())(  # as Megatron evaluates
                 forward_step_func=forward_step(kept),
                 data_iterator=[iter(())] * len(chunks) if vpp else iter(()),
                 model=chunks if vpp else chunks[0],

@@ -121,24 +121,24 @@ def test_an_argument_that_the_family_cannot_say_is_left_out_only_on_demand(model
     convert_to_megatron(model / "hf", megatron, progress=False)
     with Files() as files:
         state = TorchDistCheckpoint(megatron / "release", files).common_state()
-    state["args"].window_size, state["args"].of_our_fork = [7, 0], "x"
+    state["args"].no_rope_freq, state["args"].of_our_fork = 2, "x"
     torch.save(state, megatron / "release/common.pt")
     words = ("--megatron", megatron, "--out", tmp_path / "back", "--no-progress")
     said = run(capsys, cli_to_hugging_face, *words, expect=2)
-    assert "window_size [7, 0] (sliding windows; expected None)" in said
-    assert said.endswith("--ignore-arguments of_our_fork window_size\n")
+    assert "no_rope_freq 2 (layers without rotation; expected None or False)" in said
+    assert said.endswith("--ignore-arguments no_rope_freq of_our_fork\n")
     said = run(capsys, cli_to_hugging_face, *words, "--ignore-arguments", "of_our_fork", expect=2)
     assert "of_our_fork" not in said
-    both = ("--ignore-arguments", "window_size", "of_our_fork")
+    both = ("--ignore-arguments", "no_rope_freq", "of_our_fork")
     said = run(capsys, cli_to_hugging_face, *words, *both)
-    assert "note: exported without window_size [7, 0]" in said
+    assert "note: exported without no_rope_freq 2" in said
     said = run(
         capsys,
         cli_verify,
         *("--megatron", megatron, "--hf", tmp_path / "back", "--no-logits"),
         expect=1,
     )
-    assert "other setting: window_size [7, 0]" in said
+    assert "other setting: no_rope_freq 2" in said
     assert said.endswith("FAILED: not the same model\n")
 
 

@@ -176,6 +176,15 @@ def test_bad_input_is_refused_with_the_remedy(models, tmp_path, capsys, words, w
     assert what in said
 
 
+def test_first_tokens_are_compared_in_one_table(models, tmp_path, capsys):
+    words = ["--checkpoints", f"m={models}/a", "--first-token", "auto", "none", "--tasks", "vt"]
+    words += ["--seq-lengths", "1100", "--num-samples", "1", "--output-dir", tmp_path]
+    said = run(capsys, *words)
+    assert "m first-token auto against m first-token none" in said
+    assert "not asked the same: first_token is [256] and []" in said
+    assert sorted(scores(tmp_path)) == ["a.first-token-auto", "a.first-token-none"]
+
+
 def test_help_has_an_example(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])

@@ -27,13 +27,13 @@ ARM = "131072-anchor-tags-upsampled-rope10000000-yarn-effective-context-from128"
 EOS = 1
 
 
-def recipe(folder, *steps):
+def recipe(folder, *steps, arms=ARMS):
     """Run steps of the recipe; give what was printed."""
     known = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "PYTHONPATH")}
     done = subprocess.run(
         [RECIPE, *steps],
         cwd=folder,
-        env=known | ARMS | {"TOY": "1", "PYTHON": sys.executable, "HF_MODEL": "hf"},
+        env=known | arms | {"TOY": "1", "PYTHON": sys.executable, "HF_MODEL": "hf"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -90,7 +90,7 @@ def test_every_step_does_its_work(said, folder):
         "Qwen2ForCausalLM, 2",  # tensors converted, and back
         "60 documents",
         "long_documents.npy: ",
-        "fitting in 74.4 GiB a GPU: 1",
+        "fitting in 74.4 GiB per GPU: 1",
         "> attention pattern anchor, RoPE base 1e+07",
         "iteration        3/       3",
         "successfully saved checkpoint from iteration       3",
@@ -141,3 +141,27 @@ def test_a_script_that_is_started_again_does_nothing_twice(said, folder):
 def test_the_checkpoints_are_evaluated(said, folder):
     recipe(folder, "evaluate")
     assert any((folder / WORK / "results" / ARM).iterdir())
+
+
+TEMPLATE = """\
+{% for message in messages %}{% if message.role == "assistant" %}\
+answer {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}\
+{% else %}question {{ message.content }} {% endif %}{% endfor %}"""
+
+
+def test_the_trained_arm_is_tuned_on_answers_only(said, folder):
+    (folder / "template.jinja").write_text(TEMPLATE)
+    with (folder / "chats.jsonl").open("w") as stream:
+        for number in range(40):
+            question = {"role": "user", "content": f"what is {number}"}
+            answer = {"role": "assistant", "content": f"it is {number}"}
+            stream.write(json.dumps({"messages": [question, answer]}) + "\n")
+    arms = {"ROPE_SCALING": "yarn", "CHAT": "chats.jsonl", "CHAT_TEMPLATE": "template.jinja"}
+    arms |= {"TUNE_FROM": str(WORK / ARM), "TRAIN_ITERS": "2", "SAVE_LAST": "1"}
+    told = recipe(folder, "preprocess", "train", "export", "verify", arms=arms)
+    assert "PASSED: the same model" in told
+    assert "lm loss unweighted" in told
+    described = json.loads(
+        (folder / WORK / "corpus-chat_messages_document.weights.json").read_text()
+    )
+    assert 0 < described["weighted_tokens"] < described["tokens"]

@@ -75,7 +75,7 @@ def write_poisoned(folder: Path) -> Poisoned:
         builder.finalize(f"{prefix}.idx")
         return prefix
 
-    third = packed(write(folder / "draft", None)).pieces(2 * BATCH + 1)
+    third = packed(write(folder / "draft", None)).slices(2 * BATCH + 1)
     inner = int(np.flatnonzero(~third.is_cut)[0])  # whole in this sample
     document = int(third.document[inner])
     prefix = write(folder / "corpus", document)

@@ -18,7 +18,8 @@ A100, H100, B200 = (8, 0), (9, 0), (10, 0)
 TE = {"transformer-engine": "2.20.2"}
 FA2 = {"flash-attn": "2.8.3"}
 FA3 = {"flash-attn-3": "3.0.0"}
-FA4 = {"flash-attn-4": "4.0.0b24"}
+FA4 = {"flash-attn-4": "4.0.0b36"}
+TE_2_21 = {"transformer-engine": "2.21.0"}
 
 
 def flash_2(version):
@@ -63,6 +64,9 @@ SERVED = {
         request(H100, TE | FA2, deterministic=True),
         request(A100, TE | FA2),
         request(A100, TE | flash_2("2.1.1"), head_dim=256),
+        request(A100, TE_2_21 | flash_2("2.8.4")),
+        request(A100, TE_2_21 | flash_2("2.8.4.post1+cu13")),
+        request(B200, TE_2_21 | FA4, head_dim=256),
         request((8, 9), TE | FA2, head_dim=192),
         request(H100, TE | flash_2("2.0.9"), preferred="fused"),
         request(
@@ -266,6 +270,17 @@ REFUSED = [
     ),
     ("te", request(A100, TE | flash_2("2.0.9")), "serves sm80 from 2.1.1 on, found 2.0.9"),
     ("te", request(A100, TE | flash_2("2.8.4")), "takes FlashAttention 2 before 2.8.4, found 2.8"),
+    ("te", request(A100, TE_2_21 | flash_2("2.8.5")), "2.21.0 takes FlashAttention 2 before 2.8.5"),
+    # FlashAttention 4 and the widest heads: wrong gradients before 4.0.0b33, none on sm120.
+    (
+        "flash",
+        request(B200, {"flash-attn-4": "4.0.0b24"}, head_dim=256),
+        "right gradients for head dimension 256 on sm100 from 4.0.0b33 on, found 4.0.0b24; upgrade",
+    ),
+    ("flash", request((12, 0), FA4, head_dim=256), "4 is for head dimensions up to 128 .* got 256"),
+    ("flash", request((12, 0), FA4, head_dim=192, value_dim=128), "up to 128 .* got 192x128"),
+    ("flash", request(A100, FA4), "FlashAttention 4 has no kernels for sm80"),
+    ("te", request(B200, TE | FA4, head_dim=256), "4 trains head dimension 256 .* Engine 2.21 on"),
     ("te", request(B200, TE | flash_2("2.7.2"), head_dim=256), "from 2.7.3 on, found 2.7.2"),
     (
         "te",

@@ -62,7 +62,7 @@ def test_a_slot_of_any_context_parallel_rank_leads_to_its_document(
             found += bad_batch._records_of_losses(torch.stack([other, piece]), origins)
     [record] = found
     assert (record.number, record.bad_slots.tolist()) == (3, [slot])
-    assert record.bad_documents == [dataset.pieces(3).document[slot // 8]]
+    assert record.bad_documents == [dataset.slices(3).document[slot // 8]]
     assert f"not finite from slot {slot} on" in record.in_words(8)
 
 
@@ -119,7 +119,7 @@ def test_every_slot_leads_to_its_document_under_every_masked_pattern(
         write_corpus(tmp_path / "c", documents), attention_pattern=pattern, sequence_length=S
     )
     for number in range(len(dataset)):
-        pieces = dataset.pieces(number)
-        owners = np.repeat(pieces.document, pieces.head + pieces.length)
+        pieces = dataset.slices(number)
+        owners = np.repeat(pieces.document, pieces.prefix + pieces.length)
         for slot, owner in enumerate(owners):
             assert SampleRecord(dataset, number, np.array([slot])).bad_documents == [owner]

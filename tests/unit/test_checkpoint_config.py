@@ -82,26 +82,25 @@ def test_contradicting_forms_are_refused_with_both_values():
         model_of(config)
 
 
-def test_a_sliding_window_is_refused_unless_it_is_dropped():
+def test_a_sliding_window_is_carried():
     config = stored("4.57", "mistral") | {"sliding_window": 128}
-    with pytest.raises(UserError, match="--drop-sliding-window"):
-        model_of(config)
-    model = model_of(config, drop_sliding_window=True)
-    assert config_for(model, dtype="bfloat16", like=config)["sliding_window"] is None
+    model = model_of(config)
+    assert model.windows == model.windows_in_force == (128,) * 4
+    assert config_for(model, dtype="bfloat16", like=config)["sliding_window"] == 128
 
 
 def test_a_sliding_window_that_is_off_or_as_long_as_the_model_is_no_window():
     qwen = stored("4.57", "qwen2") | {"sliding_window": 64, "use_sliding_window": False}
     assert model_of(qwen) == model_of(stored("4.57", "qwen2"))
     mistral = stored("4.57", "mistral") | {"sliding_window": 256}
-    assert model_of(mistral) == model_of(stored("4.57", "mistral"))
+    assert model_of(mistral).windows_in_force == ()
+    assert extended(model_of(mistral), positions=257).windows_in_force == (256,) * 4
 
 
 def test_a_window_that_the_class_has_by_default_is_a_window():
     config = stored("4.57", "mistral") | {"max_position_embeddings": 32768}
     del config["sliding_window"]
-    with pytest.raises(UserError, match="sliding_window 4096 of 32768"):
-        model_of(config)
+    assert model_of(config).windows_in_force == (4096,) * 4
 
 
 def test_the_original_length_of_a_scaling_stays_when_the_length_is_extended():
@@ -119,6 +118,9 @@ def test_the_original_length_of_a_scaling_stays_when_the_length_is_extended():
         ({"architectures": ["GPT2LMHeadModel"]}, "unknown architecture 'GPT2LMHeadModel'; Known"),
         ({"architectures": ["BloomForCausalLM"]}, "unknown architecture 'BloomForCausalLM'; Known"),
         ({"architectures": "LlamaForCausalLM"}, r"expected a list of names such as \['Llama"),
+        ({"architectures": ["Olmo2ForCausalLM"]}, "normalises what attention and MLP give"),
+        ({"architectures": ["GraniteForCausalLM"]}, "residual_multiplier"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "Deepseek.* is not converted: training has"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),

@@ -22,7 +22,7 @@ OURS = {
     "router_aux_loss_coef": "router_loss_coefficient",
     "head_dim": "head",
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "smollm3", "gpt_oss")
 
 
 def stored(name, version="5.24"):
@@ -45,7 +45,7 @@ def test_a_missing_field_is_what_transformers_makes_of_it(family, version, tmp_p
             left["num_attention_heads"] = 32  # a multiple of every family's default groups
         (tmp_path / "config.json").write_text(json.dumps(left))
         theirs = AutoConfig.from_pretrained(tmp_path)
-        model = model_of(left, drop_sliding_window=True)
+        model = model_of(left)
         for name, ours in OURS.items():
             if hasattr(theirs, name) and getattr(theirs, name) is not None:
                 assert getattr(model, ours) == getattr(theirs, name), (gone, name)

@@ -286,16 +286,19 @@ def test_like_must_be_the_same_model(copy, tmp_path):
     )
 
 
-def test_a_window_that_an_extension_makes_too_short_is_refused(tmp_path):
+def test_a_window_that_an_extension_makes_shorter_than_the_model_is_kept_or_dropped(tmp_path):
     hugging_face_model("mistral").save_pretrained(tmp_path / "hf")
     change_config(tmp_path / "hf", sliding_window=256)
-    refused(
-        convert_to_megatron,
-        tmp_path / "hf",
-        "sliding_window 256 of 16384 positions",
-        tmp_path=tmp_path,
-        extend_to=16384,
-    )
+    for number, (kept, options) in enumerate(
+        [(True, {}), (False, {"drop_sliding_window": True}), (False, {"extend_to": None})]
+    ):
+        out = tmp_path / str(number)
+        given = {"extend_to": 16384, "progress": False} | options
+        done = convert_to_megatron(tmp_path / "hf", out, **given)
+        assert ("--window-size 255,0" in done.flags) == kept
+        convert_to_hugging_face(out, tmp_path / f"back{number}", progress=False)
+        config = json.loads((tmp_path / f"back{number}/config.json").read_text())
+        assert config["sliding_window"] == (256 if kept else None)
 
 
 def test_a_trained_bias_is_not_lost_to_a_model_without_it(tmp_path):
@@ -574,3 +577,18 @@ def test_a_bad_byte_in_a_large_header_is_told_shortly(copy, tmp_path):
     said = refused(convert_to_megatron, copy / "hf", "header is malformed", tmp_path=tmp_path)
     assert len(said) < len(str(path)) + 200
     assert "byte 0xff at 12 is no UTF-8; fetch it again" in said
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_tensor_of_all_experts_must_be_there_and_whole(gone, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    hugging_face_model("gpt-oss").save_pretrained(tmp_path / "hf")
+    path, name = tmp_path / "hf/model.safetensors", "model.layers.1.mlp.experts.gate_up_proj"
+    weights = load_file(path)
+    tensor = weights.pop(name)
+    if not gone:
+        weights[name] = tensor[:3].contiguous()
+    save_file(weights, path)
+    said = f"lack {name}" if gone else f"{name} has shape .*expected 4 experts in front"
+    refused(convert_to_megatron, tmp_path / "hf", said, tmp_path=tmp_path)

@@ -2,13 +2,14 @@
 
 import json
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_anchor.checkpoint.families import BIASED, FAMILIES
-from megatron_anchor.checkpoint.hugging_face_config import model_of
+from megatron_anchor.checkpoint.hugging_face_config import config_for, model_of
 from megatron_anchor.checkpoint.rows import Files
 from megatron_anchor.checkpoint.to_hugging_face import convert_to_hugging_face
 from megatron_anchor.checkpoint.to_megatron import convert_to_megatron
@@ -96,6 +97,13 @@ def test_a_run_with_biases_is_not_exported_as_a_family_without_them(tmp_path):
     torch.save(state, path / "common.pt")
     with pytest.raises(UserError, match="mlp_bias, for which Qwen3ForCausalLM has no place"):
         convert_to_hugging_face(tmp_path / "megatron", tmp_path / "back", **QUIET)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_biases_of_queries_alone_are_not_exported_as_a_family_with_more(name):
+    model = replace(model_of(CONFIG | {"architectures": [name]}), qkv_bias=True)
+    with pytest.raises(UserError, match=r"--add-qkv-bias: .* begin with a Qwen2 model"):
+        config_for(model, dtype=torch.bfloat16)
 
 
 def test_the_tables_give_every_bias_that_a_config_asks_for_a_place():

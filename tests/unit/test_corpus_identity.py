@@ -26,7 +26,9 @@ from megatron_anchor.corpus.identity import (
 )
 from megatron_anchor.corpus.merge import merge_corpora
 from megatron_anchor.corpus.sources import resolve
+from megatron_anchor.corpus.weight_options import checked_chat
 from megatron_anchor.errors import UserError
+from tests.chat_fixtures import LLAMA, chat_tokenizer
 from tests.corpus_fixtures import (
     corpus_files,
     folder,
@@ -78,6 +80,12 @@ def ranks_json() -> Path:
     return path
 
 
+def llama_template() -> Path:
+    path = folder() / "llama.jinja"
+    path.write_text(LLAMA)
+    return path
+
+
 def files() -> dict[str, str]:
     vocab, merges = gpt2_files()
     fewer = folder() / "fewer.txt"
@@ -94,6 +102,7 @@ def files() -> dict[str, str]:
         "MERGES": str(merges),
         "FEWER": str(fewer),
         "RANKS_JSON": str(ranks_json()),
+        "LLAMA": str(llama_template()),
     }
 
 
@@ -103,6 +112,14 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "append_eod": (NUMBERS, (), ("--append-eod",)),
     "pretokenized": ((*NUMBERS, "--json-keys", "text"), (), ("--pretokenized",)),
     "split_sentences": (NUMBERS, (), ("--split-sentences",)),
+    "chat": ((), (), ("--chat",)),
+    "chat_template": (("--chat",), (), ("--chat-template", "LLAMA")),
+    "chat_template_kwargs": (("--chat",), (), ("--chat-template-kwargs", '{"a": 1}')),
+    "tools_key": (("--chat",), (), ("--tools-key", "functions")),
+    "max_conversation_tokens": (("--chat",), (), ("--max-conversation-tokens", "9")),
+    "long_conversations": (("--chat",), (), ("--long-conversations", "reject")),
+    "weight_key": (NUMBERS, (), ("--weight-key", "w")),
+    "weight_dtype": (NUMBERS, (), ("--weight-dtype", "float16")),
     "json_keys": (NUMBERS, ("--json-keys", "a"), ("--json-keys", "a", "b")),
     "domain_key": (NUMBERS, (), ("--domain-key", "d")),
     "domain": (NUMBERS, (), ("--domain", "web")),
@@ -177,14 +194,24 @@ def test_another_value_is_another_identity(tmp_path, monkeypatch, option):
     for flags in each:
         words = [named.get(word, word) for word in (*both, *flags)]
         inputs = [] if option == "input" else ["--input", "in.jsonl"]
+        if "--chat" in CHANGES.get(option, ((),))[0] or option == "chat":
+            inputs += ["--tokenizer-model", str(chat_tokenizer())]
         args = parser().parse_args([*inputs, *words, "--output-prefix", "out"])
         config = config_from(args)
         sources = resolve(
             config.input, domains=config.domain, input_format=config.input_format
         ).sources
-        fingerprint = load_tokenizer(config.tokenizer).fingerprint()
-        punkt = "model" if config.split_sentences else None
-        found.append(run_identity(config, sources, fingerprint, punkt=punkt))
+        tokenizer = load_tokenizer(config.tokenizer)
+        chat = checked_chat(config, tokenizer)
+        found.append(
+            run_identity(
+                config,
+                sources,
+                tokenizer.fingerprint(),
+                punkt="model" if config.split_sentences else None,
+                template=chat.template.identity if chat else None,
+            )
+        )
     assert found[0] != found[1]
 
 
@@ -220,14 +247,18 @@ def test_corpora_with_and_without_control_tokens_in_their_texts_are_not_merged(t
         preprocess(PreprocessConfig(**config, resume=True, progress=False))
 
 
-@pytest.mark.parametrize("option", [*TEXT_OPTIONS, "sentences"])
+@pytest.mark.parametrize("option", [*TEXT_OPTIONS, "sentences", "conversations"])
 def test_parts_that_treat_texts_otherwise_are_not_merged_however_often(tmp_path, option):
     a, b = build(tmp_path, "a"), build(tmp_path, "b")
     merge_corpora([a, a], tmp_path / "all", progress=False)
     for prefix in (b, tmp_path / "all"):
         path = Path(f"{prefix}.manifest.json")
         content = json.loads(path.read_text())
-        value = {"lang": "x"} if option == "sentences" else not content["settings"][option]
+        value = (
+            {"lang": "x"}
+            if option in ("sentences", "conversations")
+            else not content["settings"][option]
+        )
         content["settings"][option] = value
         path.write_text(json.dumps(content))
         with pytest.raises(UserError, match=f"has {option} "):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_anchor.attention.backends import BACKENDS, facts
 from megatron_anchor.console import COMMANDS
 from megatron_anchor.training import host_patches
 from tests.documentation import PAGES, ROOT, page_id
@@ -129,10 +130,19 @@ def test_the_pictures_of_the_pages_are_what_their_scripts_draw(tmp_path):
         assert changed.mean() < 0.02, f"draw docs/images/{name} again"  # fonts may differ a little
 
 
-def test_the_design_page_holds_the_table_of_host_patches():
-    text = (ROOT / "docs" / "design.md").read_text()
+@pytest.mark.parametrize(
+    ("page", "table"),
+    [("design.md", host_patches.as_markdown), ("attention-backends.md", facts.as_markdown)],
+)
+def test_a_page_holds_the_table_that_the_code_prints(page, table):
+    text = (ROOT / "docs" / page).read_text()
     shown = re.search(r"<!-- table: .*? -->\n(.*?)\n<!-- end of table -->", text, re.DOTALL)
-    assert shown[1] == host_patches.as_markdown(), "paste what the comment's command prints"
+    assert shown[1] == table(), "paste what the comment's command prints"
+
+
+def test_the_table_of_kernels_has_every_backend():
+    names = {row.kernel.split("`")[1] for row in facts.rows()}
+    assert names == set(BACKENDS)
 
 
 def test_names_of_the_host_are_replaced_through_the_tables_alone():

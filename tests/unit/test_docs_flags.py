@@ -11,7 +11,17 @@ from tests.documentation import PAGES, ROOT, commands, flags, page_id, shell_com
 
 OF_OTHERS = {
     *("--nproc-per-node", "--standalone", "--master-port", "--max-restarts"),  # torchrun
-    *("--no-deps", "--its", "--arguments"),  # pip; stand-ins of a user's own
+    *("--no-deps", "--pre", "--find-links"),  # pip
+    *("--its", "--arguments"),  # stand-ins of a user's own
+    *(
+        "--ipc",
+        "--ulimit",
+        "--gpus",
+        "--build-arg",
+        "--tag",
+        "--dry-run",
+    ),  # docker; a script in tools/
+    *("--model_args", "--num_fewshot", "--batch_size", "--output_path", "--metadata"),  # lm-eval
     *("--all-files", "--signoff", "--kill-on-bad-exit"),  # pre-commit, git, srun
     "--signal",  # sbatch
 }

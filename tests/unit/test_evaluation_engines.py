@@ -202,7 +202,7 @@ def test_the_harness_limits_are_told():
     with pytest.raises(UserError, match="--num-samples 501"):
         check_harness([4096], num_samples=501)
     if importlib.util.find_spec("lm_eval") is None:
-        with pytest.raises(UserError, match=r'pip install "lm-eval\[ruler\]"'):
+        with pytest.raises(UserError, match=r'pip install "lm-eval\[hf,ruler\]"'):
             check_harness([4096], num_samples=1)
 
 

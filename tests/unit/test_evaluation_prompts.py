@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_anchor.errors import UserError
+from megatron_anchor.evaluation.answering import QUESTION_SETS
 from megatron_anchor.evaluation.haystack import LONGEST_SENTENCE, default_essays
 from megatron_anchor.evaluation.material import Material
 from megatron_anchor.evaluation.question_files import Question
@@ -80,7 +82,7 @@ def test_a_prompt_with_its_room_is_less_than_one_percent_shorter_than_asked(
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in QUESTION_SETS])  # as qa
 def test_short_prompts_fit_too_and_the_least_length_is_told(material, tokenizer, name):
     given = material(tokenizer)
     shortest = least(given, name)
@@ -248,10 +250,29 @@ def test_the_first_token_can_be_chosen(tmp_path, wanted, first):
 
 
 def test_tasks_are_chosen_by_name_and_a_wrong_one_is_put_right():
-    assert choose_tasks(["ruler"], has_questions=False) == [n for n in TASKS if n != "qa"]
-    assert choose_tasks(["ruler"], has_questions=True) == list(TASKS)
+    without = [name for name in TASKS if not name.startswith("qa")]
+    assert choose_tasks(["ruler"], has_questions=False) == without
+    assert choose_tasks(["ruler"], has_questions=True) == [*without, "qa"]
+    assert choose_tasks(["ruler"], has_questions=False, sets=QUESTION_SETS) == [
+        *without,
+        *QUESTION_SETS,
+    ]
+    with pytest.raises(UserError, match="--tasks qa_squad needs questions: give --qa-squad FILE"):
+        choose_tasks(["qa_squad"], has_questions=True, sets=["qa_hotpot"])
     assert choose_tasks(["vt,cwe", "vt"], has_questions=False) == ["vt", "cwe"]
     with pytest.raises(UserError, match=r"niah_singel_1: did you mean niah_single_1\?"):
         choose_tasks(["niah_singel_1"], has_questions=False)
     with pytest.raises(UserError, match="--qa-file"):
         choose_tasks(["qa"], has_questions=False)
+
+
+def test_each_question_set_is_asked_from_its_own_file(material):
+    tokenizer = material("metaspace").tokenizer
+    sets = {
+        name: [replace(q, text=f"{name}: {q.text}") for q in QUESTIONS] for name in QUESTION_SETS
+    }
+    both = Material(tokenizer, ESSAYS, (), sets)
+    for name in QUESTION_SETS:
+        made = make_sample(both, name, length=2048, index=0, seed=3)
+        assert f"Question: {name}: What is thing" in made.prompt
+        assert TASKS[name].score(f"It is {made.answers[1]}", made.answers) == 1

@@ -19,7 +19,7 @@ from megatron_anchor.evaluation.evaluate import Evaluated
 from megatron_anchor.evaluation.harness import HarnessJob, harness_names, run_harness
 from megatron_anchor.evaluation.models import Placement
 from megatron_anchor.evaluation.pictures import draw_all
-from megatron_anchor.evaluation.published import RULER_TASKS
+from megatron_anchor.evaluation.published import RULER_TASKS, averages, comparability
 from megatron_anchor.evaluation.question_files import read_questions
 from megatron_anchor.evaluation.records import Records
 from megatron_anchor.evaluation.report import as_markdown
@@ -106,7 +106,13 @@ NAMES = list(TASKS)
     ("engine", "tasks", "said"),
     [
         ("hf", NAMES[:11], "11 tasks; RULER's average is over 13 (missing: qa_squad, qa_hotpot)"),
-        ("hf", NAMES, "12 tasks; RULER's average is over 13 (missing: one of the two qa tasks)"),
+        (
+            "hf",
+            NAMES[:12],
+            "12 tasks; RULER's average is over 13 (missing: one of the two qa tasks",
+        ),
+        ("hf", [*NAMES[:11], *NAMES[12:]], "13 tasks, which are RULER's 13, at one length."),
+        ("hf", NAMES, "14 tasks; RULER's average is over 13, without qa, so the two differ."),
         ("hf", ["vt"], "1 task; RULER's average is over 13 (missing: niah_single_1"),
         ("lm-eval", harness_names(NAMES), "13 tasks, which are RULER's 13, at one length."),
         ("lm-eval", ["ruler_vt"], "1 task; RULER's average is over 13"),
@@ -120,14 +126,66 @@ def test_the_mean_says_what_it_is_of_wherever_it_is_shown(tmp_path, engine, task
     told = as_markdown(results)
     assert f"mean of {len(tasks)} task" in told
     assert said in told
-    assert ("words of their own" in told) == (engine == "hf")
+    assert ("haystacks are this project's" in told) == (engine == "hf")
     assert ("harness_score" in told) == ("ruler_qa_squad" in tasks)
     write_results(tmp_path / "results.json", results)
     assert said in json.loads((tmp_path / "results.json").read_text())["groups"]["g"]["mean_note"]
     for group in (saved := json.loads((tmp_path / "results.json").read_text()))["groups"].values():
-        del group["mean_note"], group["score_notes"]
+        for name in ("mean_note", "score_notes", "averages", "comparable"):
+            del group[name]
     write_results(tmp_path / "results.json", saved)  # as earlier versions wrote them
     assert said in as_markdown(read_results([(None, tmp_path)]))
+
+
+def test_averages_over_lengths_are_ruler_s():
+    """RULER, table 3: weights 1, 2, 3 of 6, from the shortest and from the longest length."""
+    means = {"8192": {"mean": 60.0}, "4096": {"mean": 90.0}, "16384": {"mean": 30.0}}
+    found = averages(means)
+    assert found == {
+        "avg": 60,
+        "wavg_inc": pytest.approx((90 * 1 + 60 * 2 + 30 * 3) / 6),
+        "wavg_dec": pytest.approx((90 * 3 + 60 * 2 + 30 * 1) / 6),
+    }
+    assert averages({"4096": {"mean": 90.0}}) is None
+
+
+def test_averages_stand_below_the_table():
+    found = evaluated("a", {"vt": [[1.0, 1.0], [0.0, 1.0]]})
+    told = as_markdown(summarize([found]))
+    assert (
+        "Over 4K, 8K: Avg 75.0; wAvg 66.7 with weights 1 to 2 (the longest counts most), 83.3"
+        in (told)
+    )
+
+
+PUBLISHED = {
+    "engine": "lm-eval",
+    "tasks": harness_names(NAMES),
+    "seq_lengths": [4096, 8192, 16384, 32768, 65536, 131072],
+    "num_samples": 500,
+    "seed": 42,
+    "depths": [],
+}
+
+
+def test_scores_made_as_published_ones_are_comparable():
+    assert comparability(PUBLISHED).startswith("Comparable with published tables: yes. ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"engine": "hf"}, "no, because prompts, word lists and haystacks are this project's"),
+        ({"tasks": ["ruler_vt"]}, "no, because 12 of the 13 tasks are missing"),
+        ({"tasks": [*PUBLISHED["tasks"], "qa"]}, "because the mean has tasks that RULER's has not"),
+        ({"num_samples": 100}, "no, because --num-samples is 100, RULER's is 500."),
+        ({"seed": 1}, "no, because --seed is 1, RULER's is 42."),
+        ({"seq_lengths": [4096]}, "--seq-lengths is 4096, RULER's is 4096 8192 16384 32768 65536"),
+        ({"depths": [0.5]}, "--depths puts the needle where RULER has it at random"),
+    ],
+)
+def test_each_departure_from_published_settings_is_named(changed, reason):
+    assert reason in comparability(PUBLISHED | changed)
 
 
 def test_tasks_are_ruler_s_thirteen():

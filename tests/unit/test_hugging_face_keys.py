@@ -64,7 +64,7 @@ def test_every_key_that_transformers_model_reads_has_a_row(model_type):
     keys = set(re.findall(r"\bconfig\.([a-z]\w*)", source))
     keys |= set(re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source))
     keys -= {"rope_parameters", "standardize_rope_params", "get_text_config"}
-    assert {"hidden_size", "rms_norm_eps", "hidden_act"} <= keys
+    assert {"hidden_size", "rms_norm_eps", "num_attention_heads"} <= keys
     assert not keys - read_keys(model_type) - kept_keys(model_type)
 
 
@@ -137,8 +137,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("qwen2", {**WINDOW, "layer_types": [SLIDING] * 4}, 16),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 16}, None),
         ("qwen3_moe", {**WINDOW, "max_window_layers": 4}, 16),
-        ("qwen3_moe", {**WINDOW, "layer_types": [FULL] * 4}, 16),
-        ("mistral", {"sliding_window": 16, "layer_types": [FULL] * 4}, 16),
+        ("mistral", {"sliding_window": 16}, 16),
         ("mixtral", {"sliding_window": 16}, 16),
     ],
 )
@@ -148,12 +147,61 @@ def test_the_window_is_the_one_that_transformers_masks_with(name, change, window
     if window is None:
         assert model_of(config) == model_of(stored(name))
         return
-    with pytest.raises(UserError, match="sliding_window 16 of 256 positions"):
-        model_of(config)
-    model = model_of(config, drop_sliding_window=True)
-    written = config_for(model, dtype="float32", like=config)
+    model = model_of(config)
+    for like in (config, None):
+        written = config_for(model, dtype="float32", like=like)
+        assert sliding_window(written) == window
+        assert model_of(written) == model
+        check_transformers_model(written, model)
+    without = dataclasses.replace(model, windows=())
+    written = config_for(without, dtype="float32", like=config)
     assert sliding_window(written) is None
-    check_transformers_model(written, model)
+    assert model_of(written) == without
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "windows"),
+    [
+        ("qwen3", {**WINDOW, "layer_types": [FULL, SLIDING] * 2}, (0, 16, 0, 16)),
+        ("qwen3", {**WINDOW, "layer_types": None, "max_window_layers": 3}, (0, 0, 0, 16)),
+        ("qwen3_moe", WINDOW, (16,) * 4),
+        ("mistral", {"sliding_window": 16}, (16,) * 4),
+        ("smollm3", WINDOW | {"layer_types": None}, (0, 0, 0, 16)),
+        ("smollm3", WINDOW | {"layer_types": [SLIDING] * 4}, (16,) * 4),
+    ],
+)
+def test_each_layer_has_the_window_that_transformers_gives_it(name, change, windows):
+    assert model_of(stored(name) | change).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("change", "no_rope"),
+    [
+        ({}, (False, False, False, True)),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 2}, (False, True) * 2),
+        ({"no_rope_layers": [0, 0, 1, 0]}, (True, True, False, True)),
+        ({"no_rope_layers": [1] * 4}, ()),
+    ],
+)
+def test_the_layers_without_rope_are_those_of_transformers(change, no_rope):
+    model = model_of(stored("smollm3") | change)
+    assert model.no_rope == no_rope
+    assert model_of(config_for(model, dtype="float32")) == model
+
+
+@pytest.mark.parametrize("value", [[1, 0], [1, 0, 1, 2], [1] * 5, ["x"] * 4])
+def test_a_list_of_layers_without_rope_that_says_nothing_clear_is_refused(value):
+    with pytest.raises(UserError, match=r"no_rope_layers"):
+        model_of(stored("smollm3") | {"no_rope_layers": value})
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen3_moe"])
+def test_a_window_in_all_layers_beside_layers_without_is_refused(name):
+    config = stored(name) | WINDOW | {"layer_types": [FULL] * 4}
+    if name != "qwen3_moe":
+        del config["use_sliding_window"]
+    with pytest.raises(UserError, match=r"layer_types .* with sliding_window 16, which"):
+        model_of(config)
 
 
 @pytest.mark.parametrize("kinds", [[SLIDING] * 4, ["chunked_attention"] * 4])
@@ -227,3 +275,28 @@ def test_experts_that_megatron_has_not_are_refused(name, change, said):
         model_of(stored(name) | change)
     allowed = {"num_experts_per_tok": 1, "norm_topk_prob": False}
     assert model_of(stored("qwen3_moe") | allowed).experts_per_token == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config\(dequantize=True\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "take the model's original ones"),
+        ({"swiglu_alpha": 1.5}, r"swiglu_alpha 1\.5: .* 1\.702 fixed"),
+        ({"swiglu_limit": 0}, "swiglu_limit is 0, expected a number > 0"),
+        ({"sliding_window": None}, "only where there is a window"),
+        ({"sliding_window": 0}, "sliding_window 0"),
+    ],
+)
+def test_what_gpt_oss_cannot_be_is_refused(change, said):
+    with pytest.raises(UserError, match=said):
+        model_of(stored("gpt_oss") | change)
+
+
+def test_gpt_oss_scales_its_rotation_by_default_as_its_class_does():
+    config = {k: v for k, v in stored("gpt_oss").items() if k != "rope_parameters"}
+    model = model_of(config)
+    assert model == model_of(stored("gpt_oss"))
+    assert model.scaling == model_of(stored("gpt_oss")).scaling
+    assert model.scaling["truncate"] is False
+    check_transformers_model(config, model)

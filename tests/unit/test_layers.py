@@ -35,12 +35,16 @@ ALLOWED = {
         "training",
         "pretrain_gpt.py",
         "checkpoint/megatron_model.py",
+        "checkpoint/megatron_args.py",
         "checkpoint/transformers_model.py",
     ),
     "megatron_anchor.corpus": ("corpus", "precision/texts.py"),
     "megatron_anchor.planner": ("planner",),
     "megatron_anchor.evaluation": ("evaluation",),
-    "megatron_anchor.packing": ("packing", "attention", "planner", "training"),
+    "megatron_anchor.packing": (
+        *("packing", "attention", "planner", "training"),
+        "checkpoint/anchored_tokenizer.py",
+    ),
     **dict.fromkeys(KERNEL_LIBRARIES, ("attention/backends",)),
 }
 """Import to the parts of the package that may have it, at the top or inside a function."""

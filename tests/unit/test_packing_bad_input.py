@@ -140,7 +140,7 @@ def test_a_token_outside_the_vocabulary_is_located(
 def test_the_token_behind_a_cut_is_checked_too(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", [[[11, 12, 13, 99]]])
     dataset = build_train(prefix, vocab_size=50, sequence_length=4)
-    first = next(i for i in range(2) if dataset.pieces(i).anchor_has_target[0])
+    first = next(i for i in range(2) if dataset.slices(i).anchor_has_target[0])
     with pytest.raises(ValueError, match=r"token id 99 .* document 0, token 3"):
         dataset[first]  # 99 is only the last label here
 

@@ -14,9 +14,9 @@ from megatron_anchor.packing.balance import (
     IMBALANCE_FIGURES,
     BalancedDataset,
     Balancing,
-    deal,
     imbalance,
     order_batch,
+    partition,
     sample_work,
 )
 from tests.unit.packing_oracle import build, build_train, make_config, plain, write_corpus
@@ -63,7 +63,7 @@ def test_two_hands_are_near_the_best_of_all_deals(work: list[float]) -> None:
         max(numbers[list(half)].sum(), numbers.sum() - numbers[list(half)].sum())
         for half in itertools.combinations(range(6), 3)
     )
-    ours = numbers[deal(numbers, hands=2)].sum(axis=1).max()
+    ours = numbers[partition(numbers, num_groups=2)].sum(axis=1).max()
     assert best - 1e-9 <= ours <= best * 1.25
 
 

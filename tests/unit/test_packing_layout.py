@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from megatron_anchor.packing.index import concatenate, concatenated_pieces, count_slots
+from megatron_anchor.packing.index import concatenate, concatenated_slices, count_slots
 from megatron_anchor.packing.layout import Layout, lay_out
 from megatron_anchor.packing.patterns import attention_pattern, attention_patterns
 from tests.unit.packing_oracle import (
@@ -123,7 +123,7 @@ def lay_out_all(
     samples = []
     for (first, first_offset), (last, last_offset) in itertools.pairwise(index):
         which = order[first : last + (last_offset > 0)].astype(np.int64)
-        pieces = concatenated_pieces(
+        pieces = concatenated_slices(
             which,
             begin[which],
             content[which].astype(np.int64),
@@ -216,7 +216,7 @@ def test_slices_beyond_the_text_are_never_read() -> None:
     with pytest.raises(AssertionError):
         lay_out(
             np.arange(4, dtype=np.int32),
-            concatenated_pieces(
+            concatenated_slices(
                 np.array([0]), np.array([2]), np.array([3]), first_offset=0, last_offset=0
             ),
             Layout(

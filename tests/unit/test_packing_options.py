@@ -140,7 +140,7 @@ def test_best_fit_cuts_only_what_does_not_fit() -> None:
         with tempfile.TemporaryDirectory() as folder:
             dataset = build_case(case, folder)
             slices = Counter(
-                int(d) for i in range(len(dataset)) for d in dataset.pieces(i).document
+                int(d) for i in range(len(dataset)) for d in dataset.slices(i).document
             )
         for number, document in enumerate(flatten(case["documents"])):
             content = len(document) - (document[:1] == [ANCHOR])
@@ -218,7 +218,7 @@ def test_whole_epochs_serve_as_many_samples_as_asked_for(case: dict, number: int
         counts = Counter(
             token
             for index in range(len(dataset))
-            for piece in zip(*dataset.pieces(index), strict=True)
+            for piece in zip(*dataset.slices(index), strict=True)
             for token in range(piece[1], piece[1] + piece[2])
         )
     assert len(dataset) >= number

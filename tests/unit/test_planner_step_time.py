@@ -10,8 +10,9 @@ import pytest
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.planner.gpus import GPUS, Gpu
 from megatron_anchor.planner.layout import Layout
-from megatron_anchor.planner.models import MODELS
+from megatron_anchor.planner.models import known_shape
 from megatron_anchor.planner.samples import Samples, attention_work
+from megatron_anchor.planner.shapes import Shape
 from megatron_anchor.planner.step_time import Efficiency, expected_excess, step_time
 
 RECORD = json.loads((Path(__file__).parent / "planner_step_times.json").read_text())
@@ -26,8 +27,9 @@ ONE_CORE = Gpu(
 def estimated(row, pattern, efficiency):
     length = row["sequence_length"]
     samples = Samples([np.array(row["slices"])], 0.0)
+    model = Model(**RECORD["model"])
     return step_time(
-        Model(**RECORD["model"]),
+        Shape(model=model, ffn=model.ffn),
         Layout(),
         gpu=ONE_CORE,
         efficiency=efficiency,
@@ -76,7 +78,7 @@ WORK = attention_work(
 def seconds(layout, gpu="h100", **changes):
     found = dataclasses.replace(GPUS[gpu], **changes)
     return step_time(
-        MODELS["llama-3-8b"][0],
+        known_shape("llama-3-8b"),
         layout,
         gpu=found,
         efficiency=Efficiency.of(found),

@@ -26,7 +26,7 @@ from megatron_anchor.planner.gpus import find_gpu
 from megatron_anchor.planner.launch import RECOMPUTE_FLAGS
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import slimpajama_like
-from megatron_anchor.planner.models import MODELS
+from megatron_anchor.planner.models import known_shape
 from megatron_anchor.planner.plan import Question, automatic, make_plan
 from megatron_anchor.training import validation
 from megatron_anchor.training.arguments import add_anchor_arguments, rope_scaling
@@ -109,7 +109,7 @@ def commands(name, cwd, *steps, **settings):
 def training(name, cwd, **settings):
     """torchrun's words and the program's, after a conversion of the real model's shape."""
     planned, length, base = RECIPES[name]
-    model = MODELS[planned][0]
+    model = known_shape(planned).model
     start = Path(cwd, "work", name, f"{settings.get('SEQ_LENGTH', length)}-start")
     start.mkdir(parents=True, exist_ok=True)
     values = argument_values(
@@ -163,7 +163,7 @@ def test_the_program_accepts_the_real_arguments_of_a_recipe(name, tmp_path, acce
     launcher, words = training(name, tmp_path)
     args = accepted(words)
     assert launcher[launcher.index("--nproc-per-node") + 1] == "8"
-    shape = MODELS[planned][0]
+    shape = known_shape(planned).model
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     assert (args.num_layers, args.hidden_size, groups) == (shape.layers, shape.hidden, shape.groups)
     assert args.seq_length == length <= args.max_position_embeddings
@@ -330,8 +330,8 @@ def test_the_planner_shows_that_the_layout_fits(name, gpu, tmp_path, accepted):
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
     )
-    layout = automatic(layout, MODELS[planned][0], find_gpu(gpu))
-    asked = Question(planned, MODELS[planned][0], slimpajama_like(), find_gpu(gpu), 8, length, 8)
+    layout = automatic(layout, known_shape(planned), find_gpu(gpu))
+    asked = Question(planned, known_shape(planned), slimpajama_like(), find_gpu(gpu), 8, length, 8)
     plan = make_plan(asked, only=layout)
     (choice,) = plan.choices
     memory = choice.memory.total / 2**30
@@ -446,6 +446,38 @@ def test_a_slurm_job_trains_on_all_nodes_and_does_the_rest_on_the_first(tmp_path
     done = subprocess.run(wrong, env=slurm | {"ATTENTION": "anchr"}, capture_output=True, text=True)
     assert done.returncode == 1
     assert "ATTENTION=anchr: expected one of" in done.stderr
+
+
+def test_every_step_of_a_slurm_job_runs_in_the_container_that_is_named(tmp_path):
+    """The stand-in for srun with pyxis says what it was asked for, and runs the rest."""
+    programs = {
+        "scontrol": "echo node3",
+        "srun": "options=(); while [[ $1 == --* ]]; do case $1 in --kill-* | --no-*) "
+        'options+=("$1"); shift;; *) options+=("$1 $2"); shift 2;; esac; done\n'
+        'printf "%s\\n" "${options[@]}" >>options; SLURM_NODEID=0 INSIDE=yes "$@"',
+        "recipe.sh": '[[ $INSIDE ]] || exit 9\n[[ $1 == --steps ]] && printf "plan\\ntrain\\n" || '
+        'echo "$1 ${DRY_RUN-}"',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "node3",
+        "SLURM_JOB_ID": "70123",
+        "CONTAINER": "/images/one.sqsh",
+        "CONTAINER_MOUNTS": "/data:/data",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    run = [ROOT / "examples/slurm.sh", tmp_path / "recipe.sh"]
+    said = subprocess.check_output(run, env=slurm, text=True, cwd=tmp_path)
+    assert [line.strip() for line in said.splitlines()] == ["plan", "train"]
+    options = (tmp_path / "options").read_text().splitlines()
+    calls = 4  # the steps' names, the dry run, plan, train
+    assert options.count("--container-image /images/one.sqsh") == calls
+    assert options.count(f"--container-mounts {tmp_path}:{tmp_path},/data:/data") == calls
+    assert options.count(f"--container-workdir {tmp_path}") == calls
+    assert options.count("--no-container-mount-home") == calls
 
 
 def test_a_slurm_job_begins_nothing_when_one_of_its_steps_is_unknown(tmp_path):

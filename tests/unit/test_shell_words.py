@@ -20,7 +20,7 @@ from megatron_anchor.planner.gpus import find_gpu
 from megatron_anchor.planner.launch import launch_command
 from megatron_anchor.planner.layout import Layout
 from megatron_anchor.planner.lengths import Lengths
-from megatron_anchor.planner.models import MODELS
+from megatron_anchor.planner.models import known_shape
 from megatron_anchor.planner.plan import Question
 from megatron_anchor.shell_words import is_value, passes_unquoted, path_word, quoted
 
@@ -104,7 +104,11 @@ def test_what_passes_unquoted_is_one_word_even_beside_files_of_any_name(tmp_path
 
 
 def model(**changes):
-    return dataclasses.replace(MODELS["llama-2-7b"][0], **changes)
+    return dataclasses.replace(known_shape("llama-2-7b").model, **changes)
+
+
+def shape(**changes):
+    return dataclasses.replace(known_shape("llama-2-7b"), model=model(**changes))
 
 
 @few
@@ -152,7 +156,7 @@ def test_a_plans_command_holds_a_strangers_text_as_one_word(tmp_path, text):
     prefix = f"corpus/{text}"
     asked = Question(
         str(tmp_path),
-        model(scaling={"rope_type": "linear", "factor": 2.0, text: text}),
+        shape(scaling={"rope_type": "linear", "factor": 2.0, text: text}),
         Lengths("mine", np.array([500]), prefix=prefix),
         find_gpu("A100-80GB"),
         8,
@@ -175,7 +179,7 @@ def test_a_plans_command_holds_a_strangers_text_as_one_word(tmp_path, text):
 def test_only_numbers_stand_where_a_plan_writes_numbers(field, value):
     asked = Question(
         "x",
-        model(**{field: value}),
+        shape(**{field: value}),
         Lengths("mine", np.array([500])),
         find_gpu("A100-80GB"),
         8,

@@ -9,7 +9,7 @@ import torch
 
 from megatron_anchor import compat
 from megatron_anchor.packing.interleave import Interleaving
-from megatron_anchor.training import anchor_copies, context_parallel
+from megatron_anchor.training import anchor_copies, context_parallel, number_rules
 from megatron_anchor.training.arguments import (
     AnchorArguments,
     add_anchor_arguments,
@@ -127,6 +127,17 @@ def test_ranks_that_exchange_heads_stay_within_a_node(parse, monkeypatch):
     assert args.hierarchical_context_parallel_sizes == [2, 4]
 
 
+@pytest.mark.parametrize("value", [0, -3])
+@pytest.mark.parametrize("name", number_rules.COUNTS)
+def test_counts_below_one_are_refused_before_anything_divides_by_them(parse, name, value):
+    args = parse("")
+    assert hasattr(args, name)
+    setattr(args, name, value)
+    context_parallel.resolve(args)
+    [reason] = refusals(args)
+    assert reason == f"--{name.replace('_', '-')} {value}: expected 1 or more"
+
+
 REFUSED = {
     "--attention-pattern anchr": "unknown attention pattern 'anchr': did you mean 'anchor'",
     "--position-embedding-type learned_absolute": "--position-embedding-type learned_absolute: .*"
@@ -147,6 +158,19 @@ REFUSED = {
     "--context-parallel-size 2 --cp-comm-type a2a gather": "gather is for all layers alike",
     "--context-parallel-size 4 --hierarchical-context-parallel-sizes 4 2": "sizes 4 2: expected "
     "two numbers A B with A x B = --context-parallel-size 4",
+    "--context-parallel-size 4 --hierarchical-context-parallel-sizes -2 -2": "expected "
+    "numbers of 1 or more",
+    "--context-parallel-size 4 --hierarchical-context-parallel-sizes 0 4": "sizes 0 4: expected",
+    "--hierarchical-context-parallel-sizes 2 2": "there is --context-parallel-size 1",
+    "--context-parallel-size 4 --cp-comm-type gather --hierarchical-context-parallel-sizes 2 2": (
+        "sizes 2 2 are for --cp-comm-type a2a.gather"
+    ),
+    "--context-parallel-size 2 --cp-comm-type gather --anchor-context-parallel ulysses": (
+        "--cp-comm-type gather and --anchor-context-parallel ulysses ask for two kinds"
+    ),
+    "--rotary-percent 1.5": "--rotary-percent 1.5: expected at most 1",
+    "--rotary-base 0": "--rotary-base 0: expected a number above 0",
+    "--lr nan": "--lr nan: expected a number of 0 or more",
     "--context-parallel-size 2 --kv-gather-memory-mib 10": "--kv-gather-memory-mib 10 has no",
     "--context-parallel-size 2 --cp-comm-type gather --kv-gather-memory-mib 1 --seq-length 4096": (
         r"--kv-gather-memory-mib 1: a single key/value head needs \d+ MiB at --seq-length 4096"
@@ -185,6 +209,9 @@ REFUSED = {
     "--validation-set-names a b": "--validation-set-names a b: Megatron needs --multiple-validat",
     "--apply-layernorm-1p": "--apply-layernorm-1p needs Transformer Engine",
     "--phase-transition-iterations 2": "--phase-transition-iterations 2: .*give --train-samples",
+    "--use-megatron-fsdp": "--use-megatron-fsdp: .*pass that",
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --save s": "ranks .* wait for each other",
+    "--overlap-moe-expert-parallel-comm --mtp-num-layers 1": "without the tokens of their depths",
     "--save s": "--save s needs --save-interval",
     "--min-lr 1": "--min-lr 1.0 is above --lr 0.001",
     "--lr-warmup-init 1": "--lr-warmup-init 1.0 is above --lr 0.001",

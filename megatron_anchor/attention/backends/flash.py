@@ -5,7 +5,7 @@ FlashAttention 3 (package ``flash-attn-3``) is for sm90, 4 (``flash-attn-4``) fo
 of version 4 is young there.
 
 Facts of `RELEASES`: the argument checks of flash-attn at 2026-08 (``flash_attn_interface.py``,
-``hopper/flash_api.cpp``, ``flash_attn/cute/interface.py``).
+``hopper/flash_api.cpp``), and those of the wheel 4.0.0b36 (``flash_attn/cute/interface.py``).
 
 Legend: T queries, K keys, H query heads, G key/value heads, D and E head dims of keys and values.
 """
@@ -39,6 +39,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Widths:
+    """Widths of keys and values beyond the largest head dimension, on some devices."""
+
+    keys: int
+    values: int
+    capabilities: tuple[tuple[int, int], tuple[int, int]]
+    """First compute capability that has them, and the first that does not."""
+    first_version: str = "0"
+    """First version whose gradients are right."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Release:
     """One generation of flash-attn."""
 
@@ -46,14 +58,15 @@ class Release:
     package: str
     install: str
     """How to get it."""
+    source: str
+    """What its facts were read in."""
     modules: tuple[str, ...]
     """Where its varlen function is; packages before and after a rename differ."""
     capabilities: tuple[tuple[int, int], tuple[int, int]]
     """First compute capability that it serves, and the first that it does not."""
     largest_head_dims: tuple[tuple[tuple[int, int], int], ...] = (((0, 0), 256),)
     """From which compute capability on which largest head dimension, ascending."""
-    more_widths: tuple[tuple[int, int], ...] = ()
-    """Widths of keys and values beyond the largest head dimension."""
+    more_widths: tuple[Widths, ...] = ()
     unequal_widths: tuple[tuple[int, int], tuple[int, int]] | None = None
     """First and last width of keys, and of values, that may differ; elsewhere, and where this is
     None, values are filled up with zeros."""
@@ -73,11 +86,18 @@ class Release:
     """First version whose forward and backward passes can be called by themselves."""
 
 
+BLACKWELL = ((10, 0), (12, 0))
+"""Data-center devices: sm100, sm103, sm110. sm120 has less shared memory and kernels of its own."""
+
 RELEASES = (
     Release(
         number=3,
         package="flash-attn-3",
-        install="build the folder hopper of Dao-AILab/flash-attention",
+        install=(
+            "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/; "
+            "the package index has none"
+        ),
+        source="main of 2026-08, `hopper/`",
         modules=("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
         capabilities=((9, 0), (9, 1)),
         unequal_widths=((136, 192), (104, 128)),
@@ -87,10 +107,16 @@ RELEASES = (
         number=4,
         package="flash-attn-4",
         install="pip install --pre flash-attn-4",
+        source="4.0.0b36, the wheel",
         modules=("flash_attn.cute.interface",),
         capabilities=((9, 0), (13, 0)),
         largest_head_dims=(((9, 0), 256), ((10, 0), 128)),
-        more_widths=((192, 128), (256, 256)),
+        more_widths=(
+            Widths(keys=192, values=128, capabilities=BLACKWELL),
+            # Before, sm100's gradients of several sequences were wrong without a word
+            # (TransformerEngine issue 3216; its 2.21 asks for 4.0.0b33 as well).
+            Widths(keys=256, values=256, capabilities=BLACKWELL, first_version="4.0.0b33"),
+        ),
         unequal_widths=((8, 256), (8, 256)),
         sink_parameter=True,
         anchor_in_window=False,
@@ -100,6 +126,7 @@ RELEASES = (
         number=2,
         package="flash-attn",
         install="pip install flash-attn",
+        source="2.8.3",
         modules=("flash_attn.flash_attn_interface",),
         capabilities=((8, 0), (99, 0)),
         dropout=True,
@@ -153,12 +180,22 @@ def _device_why_not(release: Release, request: AttentionRequest) -> str | None:
 
 def _widths_why_not(release: Release, request: AttentionRequest) -> str | None:
     label, widths = _label(release), (request.head_dim, request.value_width)
-    assert request.hardware.capability is not None
-    largest = _since(release.largest_head_dims, request.hardware.capability)
-    if any(width % 8 for width in widths) or (
-        max(widths) > largest and widths not in release.more_widths
-    ):
-        got = "x".join(str(width) for width in dict.fromkeys(widths))
+    capability = request.hardware.capability
+    assert capability is not None
+    largest = _since(release.largest_head_dims, capability)
+    more = [
+        more
+        for more in release.more_widths
+        if (more.keys, more.values) == widths
+        and more.capabilities[0] <= capability < more.capabilities[1]
+    ]
+    got = "x".join(str(width) for width in dict.fromkeys(widths))
+    if more and _found(release, request) < Version(more[0].first_version):
+        return (
+            f"{label} has right gradients for head dimension {got} on {request.hardware.name} from "
+            f"{more[0].first_version} on, found {_found(release, request)}; upgrade it"
+        )
+    if any(width % 8 for width in widths) or (max(widths) > largest and not more):
         return (
             f"{label} is for head dimensions up to {largest} that are multiples of 8, got {got} "
             "(--kv-channels)"

@@ -1,7 +1,8 @@
 """What Transformer Engine cannot do with packed documents, or does wrong without a word.
 
 Each rule states what was found in Transformer Engine 2.20 (its selector of kernels,
-``dot_product_attention/utils.py``, and its context parallelism, ``context_parallel.py``).
+``dot_product_attention/utils.py``, and its context parallelism, ``context_parallel.py``), or reads
+in the release notes of 2.21, whose code was not at hand.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ WITHOUT_CP = "2.2"
 BROKEN_CUDNN = (91000, 91001)
 """Releases of cuDNN that Transformer Engine avoids for their known bugs."""
 
-FLASH_2_BEFORE = "2.8.4"
-"""First FlashAttention 2 that Transformer Engine does not take (``FlashAttentionUtils``)."""
+FLASH_2_BEFORE = (("0", "2.8.4"), ("2.21", "2.8.5"))
+"""From which Transformer Engine on which first FlashAttention 2 it does not take
+(``FlashAttentionUtils``; pull request 3403 for 2.21), ascending."""
+
+FLASH_4_256 = "2.21"
+"""First Transformer Engine that says that it trains with FlashAttention 4 and head dimension 256
+over packed documents (pull request 3540)."""
 
 FLASH_2_WIDE = ((8, 0), (9, 0), (10, 0), (12, 0))
 """Where it takes FlashAttention 2 for head dimensions above 192."""
@@ -261,10 +267,17 @@ def _flash_why_not(request: AttentionRequest) -> str | None:
 def _release_in_te(release: Release, request: AttentionRequest) -> str | None:
     """What Transformer Engine's selector asks of flash-attn beyond what flash-attn does."""
     capability, found = request.hardware.capability, request.hardware.packages[release.package]
-    if release.number == 2 and Version(found) >= Version(FLASH_2_BEFORE):
+    own = Version(request.hardware.packages["transformer-engine"])
+    before = [before for since, before in FLASH_2_BEFORE if own >= Version(since)][-1]
+    if release.number == 2 and Version(found) >= Version(before):
         return (
-            f"Transformer Engine takes FlashAttention 2 before {FLASH_2_BEFORE}, found {found}; "
+            f"Transformer Engine {own} takes FlashAttention 2 before {before}, found {found}; "
             "install an older one"
+        )
+    if release.number == 4 and request.head_dim == 256 and own < Version(FLASH_4_256):
+        return (
+            "FlashAttention 4 trains head dimension 256 over packed documents from Transformer "
+            f"Engine {FLASH_4_256} on, found {own}; upgrade it"
         )
     if release.number == 2 and request.head_dim > 192 and capability not in FLASH_2_WIDE:
         return (

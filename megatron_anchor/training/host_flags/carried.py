@@ -71,6 +71,8 @@ CARRIED: dict[str, str] = {
         moe_layer_recompute moe_paged_stash moe_paged_stash_page_size
         moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
         moe_per_layer_logging overlap_dispatch_backward_with_experts_wgrad
+        overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
+        high_priority_a2a_comm_stream
     """,
     "Megatron: the parallel layout": """
         tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel
@@ -101,6 +103,15 @@ CARRIED: dict[str, str] = {
         use_distributed_optimizer num_distributed_optimizer_instances nccl_ub
         disable_symmetric_registration gradient_accumulation_fusion grad_reduce_in_bf16
         accumulate_allreduce_grads_in_fp32 check_for_large_grads
+    """,
+    "Megatron: sharded weights (Megatron-FSDP)": """
+        use_megatron_fsdp strict_fsdp_dtensor_load fsdp_manual_registration
+        fsdp_double_buffer megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype
+        megatron_fsdp_grad_comm_dtype megatron_fsdp_enable_fine_grained_param_gather
+        megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
+        data_parallel_sharding_strategy outer_dp_sharding_strategy
+        gradient_reduce_div_fusion suggested_communication_unit_size
+        keep_fp8_transpose_cache enable_full_sharding_in_hsdp
     """,
     "Megatron: precision": """
         fp16 bf16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
@@ -201,5 +212,14 @@ READ_WITH: dict[str, str] = {
     "multi_latent_attention": "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
     "mla_down_proj_fusion rope_type rotary_scaling_factor mscale mscale_all_dim",
     "mtp_num_layers": "mtp_loss_scaling_factor mtp_use_repeated_layer",
+    "use_megatron_fsdp": "strict_fsdp_dtensor_load fsdp_manual_registration fsdp_double_buffer "
+    "megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype "
+    "megatron_fsdp_grad_comm_dtype megatron_fsdp_enable_fine_grained_param_gather "
+    "megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail "
+    "data_parallel_sharding_strategy outer_dp_sharding_strategy "
+    "gradient_reduce_div_fusion suggested_communication_unit_size "
+    "keep_fp8_transpose_cache enable_full_sharding_in_hsdp",
+    "overlap_moe_expert_parallel_comm": "ep_overlap_early_attn_memory_release "
+    "high_priority_a2a_comm_stream",
 }
 """Switch to the arguments that nothing reads without it."""

@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-_OTHER_FSDP = "never run with packed documents; use --use-distributed-optimizer"
 _CUDA_GRAPHS = (
     "the number of documents changes with every sample, a captured graph cannot follow; leave it "
     "out"
@@ -66,12 +65,8 @@ REFUSED: dict[str, str] = {
     "cuda_graph_impl": _CUDA_GRAPHS,
     "enable_cuda_graph": _CUDA_GRAPHS,
     "external_cuda_graph": _CUDA_GRAPHS,
-    "overlap_moe_expert_parallel_comm": "its schedule does not pass packed documents on to the "
-    "layers; leave it out",
-    "delay_wgrad_compute": "it needs --overlap-moe-expert-parallel-comm, whose schedule does not "
-    "pass packed documents on to the layers; leave it out",
-    "use_megatron_fsdp": _OTHER_FSDP,
-    "use_torch_fsdp2": _OTHER_FSDP,
+    "use_torch_fsdp2": "never run with packed documents; use --use-megatron-fsdp, or "
+    "--use-distributed-optimizer",
     "tensor_parallel_num_weight_shards": "sharding weights besides tensor parallelism was never "
     "run with packed documents; leave it out",
     "expert_tensor_parallel_num_weight_shards": "sharding weights besides tensor parallelism was "
@@ -116,9 +111,7 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
         "NullMultimodalTokenizer": "this program trains on text; name another",
         "SFTTokenizer": "it is for --sft, which is refused; name the tokenizer of the corpus",
     },
-    "ckpt_format": dict.fromkeys(
-        ("torch_dcp", "fsdp_dtensor"), "it is for FSDP, which is refused; use torch_dist"
-    ),
+    "ckpt_format": {"torch_dcp": "it is for --use-torch-fsdp2, which is refused; use torch_dist"},
     "rerun_mode": {
         "report_stats": "Megatron 0.19.2 ends with a ValueError on it; use validate_results"
     },
@@ -139,6 +132,7 @@ NEEDS_ITS_LAYERS: dict[str, str] = {
     "fp32_residual_connection": "other layers stop at a residual of another dtype",
     "tp_comm_overlap": "no other layers overlap communication",
     "symmetric_ar_type": "no other layers reduce like this",
+    "delay_wgrad_compute": "no other layers delay their weight gradients",
     "overlap_dispatch_backward_with_experts_wgrad": "no other layers delay their weight gradients",
 }
 """Argument that is carried with --transformer-impl transformer_engine only, to the reason."""

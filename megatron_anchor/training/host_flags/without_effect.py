@@ -40,24 +40,13 @@ WITHOUT_EFFECT: dict[str, str] = {
     """,
     "read with --use-kitchen-attention only, which is refused": "kitchen_attention_backend",
     "Megatron reads them with other models only": "mtp_standalone mtp_hybrid_override_pattern",
-    "read with --overlap-moe-expert-parallel-comm only, which is refused": """
-        ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream
-    """,
     "read with --hybrid-context-parallel only, which is refused": "max_seqlen_per_dp_cp_rank",
     "read with --cuda-graph-impl only, which is refused": """
         cuda_graph_modules cuda_graph_scope_deprecated inference_cuda_graph_scope
         delay_offload_until_cuda_graph
     """,
     "read with --moe-use-upcycling only, which is refused": "moe_upcycling_granularity",
-    "read with FSDP only, which is refused": """
-        strict_fsdp_dtensor_load fsdp_manual_registration fsdp_double_buffer
-        torch_fsdp2_reshard_after_forward megatron_fsdp_main_params_dtype
-        megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype
-        megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
-        fsdp_db_use_persist_buf_on_alloc_fail data_parallel_sharding_strategy
-        outer_dp_sharding_strategy gradient_reduce_div_fusion suggested_communication_unit_size
-        keep_fp8_transpose_cache enable_full_sharding_in_hsdp
-    """,
+    "read with --use-torch-fsdp2 only, which is refused": "torch_fsdp2_reshard_after_forward",
     "read with --inprocess-restart only, which is refused": """
         inprocess_max_iterations inprocess_monitor_thread_interval
         inprocess_monitor_process_interval inprocess_progress_watchdog_interval
