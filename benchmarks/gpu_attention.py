@@ -50,7 +50,7 @@ def serving_backends(options: argparse.Namespace) -> list[str]:
     )
     names = []
     for name in options.backends or BACKENDS:
-        reason = load_backend(name).why_not(request)
+        reason = load_backend(name).unsupported_reason(request)
         if reason is None:
             names.append(name)
         else:

@@ -137,7 +137,7 @@ def arms(checks: gpu_checks.Checks) -> list[tuple[str, torch.dtype]]:
             kv_heads=SHAPE.kv_heads,
             hardware=this_hardware(),
         )
-        reason = load_backend(name).why_not(request)
+        reason = load_backend(name).unsupported_reason(request)
         if reason is None:
             found.append((name, torch.bfloat16))
         else:

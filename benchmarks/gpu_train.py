@@ -180,7 +180,7 @@ def kernels(shape: Shape, options: argparse.Namespace) -> list[str]:
     )
     if options.backends:
         return [choose_backend(name, request).name for name in options.backends]
-    return [name for name in BACKENDS if load_backend(name).why_not(request) is None]
+    return [name for name in BACKENDS if load_backend(name).unsupported_reason(request) is None]
 
 
 def add_ratio(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -107,7 +107,7 @@ def bind_kernel(
         kv_heads=kv_heads,
         hardware=this_hardware(),
     )
-    reason = load_backend(name).why_not(request)
+    reason = load_backend(name).unsupported_reason(request)
     if reason:
         raise UnavailableError(reason)
     from megatron.core.transformer import TransformerConfig

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_anchor.attention.heads import repeat_heads
 
 
-def why_not(*, query_heads: int, kv_heads: int, cp_size: int) -> str | None:
+def unsupported_reason(*, query_heads: int, kv_heads: int, cp_size: int) -> str | None:
     """Say why the heads of one tensor-parallel rank cannot be shared out, or None if they can.
 
     Args:

@@ -440,7 +440,7 @@ def family_of(name: str) -> Family:
     )
 
 
-def homeless_biases(model: Model) -> list[str]:
+def biases_without_a_place(model: Model) -> list[str]:
     """Name the biases that Megatron trains and the family has no place for.
 
     Megatron's linear layers have biases all or none, so one asked for brings all of them.

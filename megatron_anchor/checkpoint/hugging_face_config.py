@@ -16,8 +16,8 @@ from megatron_anchor.checkpoint.families import (
     BY_LAYER,
     FAMILIES,
     Family,
+    biases_without_a_place,
     family_of,
-    homeless_biases,
 )
 from megatron_anchor.checkpoint.hugging_face_keys import (
     FULL,
@@ -310,10 +310,10 @@ def _refuse_unsupported(config: Mapping[str, Any], theirs: Any, model: Model) ->
             f"config.json: layer_types {kinds} with sliding_window {max(model.windows)}, which "
             f"{model.family} has in all layers; remove one of the two"
         )
-    if homeless := homeless_biases(model):
+    if left_out := biases_without_a_place(model):
         raise UserError(
             "config.json: attention_bias true is not supported: Megatron's linear layers have "
-            f"biases all or none, and {model.family} has no {' or '.join(homeless)} to export "
+            f"biases all or none, and {model.family} has no {' or '.join(left_out)} to export "
             "them to"
         )
     dense, step = (

@@ -23,8 +23,8 @@ from megatron_anchor.checkpoint.families import (
     BIASED,
     LAYER,
     Rule,
+    biases_without_a_place,
     family_of,
-    homeless_biases,
     rules_for,
     stacked,
     unequal_windows,
@@ -211,9 +211,9 @@ def describe(
     kept = vars(args).keys() - set(ignored).intersection(LAYER_KINDS)
     args = Namespace(**{name: getattr(args, name) for name in kept})
     model, config, folder, notes = _described(checkpoint, args, like, flag)
-    if homeless := [] if like else homeless_biases(model):
+    if left_out := [] if like else biases_without_a_place(model):
         raise UserError(
-            f"the run trained {', '.join(homeless)}, for which {model.family} has no place; "
+            f"the run trained {', '.join(left_out)}, for which {model.family} has no place; "
             "--like HF_DIR exports it as another model, without those that are still zero"
         )
     return model, config, folder, notes

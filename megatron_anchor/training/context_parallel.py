@@ -115,7 +115,9 @@ def resolve(args: Namespace) -> None:
 def _heads_ranks(args: Namespace) -> int:
     """A of `auto`."""
     P, (query_heads, kv_heads) = args.context_parallel_size, _heads(args)
-    whole = ulysses.why_not(query_heads=query_heads, kv_heads=kv_heads, cp_size=P) is None
+    whole = (
+        ulysses.unsupported_reason(query_heads=query_heads, kv_heads=kv_heads, cp_size=P) is None
+    )
     if whole and args.anchor_attention_backend == "te":
         return P  # Transformer Engine's kernel takes whole documents only
     node = int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_PER_NODE))

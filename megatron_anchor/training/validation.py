@@ -227,7 +227,7 @@ def _divisibility(args: Namespace) -> Iterator[str]:
     elif cp > 1 and next(context_refusals(args), None) is None:
         split = context_parallel(args)
         if split.kind != TRANSFORMER_ENGINE and (
-            reason := ulysses.why_not(
+            reason := ulysses.unsupported_reason(
                 query_heads=heads // tp, kv_heads=max(1, groups // tp), cp_size=split.heads_ranks
             )
         ):

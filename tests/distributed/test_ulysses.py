@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_anchor.attention.packed import pack_micro_batch
 from megatron_anchor.attention.rope import RotarySettings
-from megatron_anchor.attention.ulysses import why_not
+from megatron_anchor.attention.ulysses import unsupported_reason
 from tests.distributed.ranks import run_ranks
 
 D, S, B = 16, 96, 2
@@ -91,5 +91,7 @@ def test_ulysses_equals_one_rank_bitwise(cp_size, query_heads, kv_heads, dtype):
 def test_heads_that_cannot_be_shared_are_refused(heads, kv_heads, cp_size, reason):
     import re
 
-    assert re.search(reason, why_not(query_heads=heads, kv_heads=kv_heads, cp_size=cp_size))
-    assert why_not(query_heads=8, kv_heads=2, cp_size=4) is None
+    assert re.search(
+        reason, unsupported_reason(query_heads=heads, kv_heads=kv_heads, cp_size=cp_size)
+    )
+    assert unsupported_reason(query_heads=8, kv_heads=2, cp_size=4) is None

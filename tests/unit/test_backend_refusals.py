@@ -98,7 +98,7 @@ SERVED = {
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_a_kernel_can_do_is_not_refused(name):
     for asked in SERVED[name]:
-        assert load_backend(name).why_not(asked) is None
+        assert load_backend(name).unsupported_reason(asked) is None
 
 
 REFUSED = [
@@ -331,7 +331,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "asked", "reason"), REFUSED)
 def test_what_a_kernel_cannot_do_is_refused_with_the_reason(name, asked, reason):
-    found = load_backend(name).why_not(asked)
+    found = load_backend(name).unsupported_reason(asked)
     assert found is not None
     assert re.search(reason, found), found
     with pytest.raises(ValueError, match=f"--anchor-attention-backend {name} cannot serve"):

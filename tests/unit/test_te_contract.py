@@ -354,7 +354,7 @@ def our_reason(case):
     cp = te_cp(kind, size=3 if kind == "a2a" else 6, a2a_size=3) if kind else {}
     shared = ("packages", "head_dim", "preferred", "dropout", "deterministic")
     heads = (9, 3) if case.get("odd") else (36, 12)
-    return te_rules.why_not(
+    return te_rules.unsupported_reason(
         request(
             case["capability"],
             query_heads=heads[0],

@@ -380,7 +380,7 @@ def test_every_generation_of_flash_attn_equals_sdpa(generation, heads, case, mon
     monkeypatch.setattr(flash, "varlen_function", lambda _: module.flash_attn_varlen_func)
     monkeypatch.setattr(flash.inspect, "getmodule", lambda _: module)
     monkeypatch.setattr(flash, "RELEASES", (release,))
-    monkeypatch.setattr(flash, "release_why_not", lambda *_: None)
+    monkeypatch.setattr(flash, "unsupported_in_release", lambda *_: None)
     assert_same(*both(flash.attend, heads, case))
 
 

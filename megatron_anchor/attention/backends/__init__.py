@@ -1,7 +1,7 @@
 """Kernels for causal attention inside documents, chosen by name from a lazy table.
 
-A backend is a module with ``why_not(request) -> str | None``, the reason why it cannot serve or
-None (a pure function), and with one of
+A backend is a module with ``unsupported_reason(request) -> str | None``, a pure function that says
+why the backend cannot serve a request, and with one of
 
 - ``attend(q_THD, k_KGD, v_KGE, *, runs, scale, dropout, sink_H) -> out_THE`` (`Attend`);
 - ``bind(layer) -> attend``, where each layer needs an object of its own.
@@ -76,7 +76,7 @@ class Backend(Protocol):
 
     attend: Attend
 
-    def why_not(self, request: AttentionRequest) -> str | None:
+    def unsupported_reason(self, request: AttentionRequest) -> str | None:
         """Give the reason why this backend cannot serve the request, or None."""
         ...
 
@@ -163,7 +163,7 @@ def choose_backend(name: str, request: AttentionRequest) -> Choice:
         candidates = tuple(BACKENDS) if fast else EVERYWHERE
     reasons: list[str] = []
     for candidate in candidates:
-        reason = load_backend(candidate).why_not(request)
+        reason = load_backend(candidate).unsupported_reason(request)
         if reason is None:
             return Choice(name=candidate, passed_over=tuple(reasons))
         reasons.append(f"{candidate}: {reason}")

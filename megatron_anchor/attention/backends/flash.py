@@ -139,7 +139,7 @@ RELEASES = (
 """In the order of preference."""
 
 
-def why_not(request: AttentionRequest) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """Give the reason why no installed flash-attn can serve, or None."""
     common = (
         needs_device(request, capability=(8, 0))
@@ -148,13 +148,20 @@ def why_not(request: AttentionRequest) -> str | None:
     )
     if common:
         return common
-    reasons = [reason for release in RELEASES if (reason := release_why_not(release, request))]
+    reasons = [
+        reason for release in RELEASES if (reason := unsupported_in_release(release, request))
+    ]
     return "; ".join(reasons) if len(reasons) == len(RELEASES) else None
 
 
-def release_why_not(release: Release, request: AttentionRequest) -> str | None:
+def unsupported_in_release(release: Release, request: AttentionRequest) -> str | None:
     """Give the reason why one generation of flash-attn cannot serve, or None."""
-    rules = (_device_why_not, _widths_why_not, _deterministic_why_not, _mask_why_not)
+    rules = (
+        _device_unsupported,
+        _widths_unsupported,
+        _deterministic_unsupported,
+        _mask_unsupported,
+    )
     return next((reason for rule in rules if (reason := rule(release, request))), None)
 
 
@@ -162,7 +169,7 @@ def _label(release: Release) -> str:
     return f"FlashAttention {release.number}"
 
 
-def _device_why_not(release: Release, request: AttentionRequest) -> str | None:
+def _device_unsupported(release: Release, request: AttentionRequest) -> str | None:
     label, hardware = _label(release), request.hardware
     assert hardware.capability is not None
     if not release.capabilities[0] <= hardware.capability < release.capabilities[1]:
@@ -178,7 +185,7 @@ def _device_why_not(release: Release, request: AttentionRequest) -> str | None:
     return None
 
 
-def _widths_why_not(release: Release, request: AttentionRequest) -> str | None:
+def _widths_unsupported(release: Release, request: AttentionRequest) -> str | None:
     label, widths = _label(release), (request.head_dim, request.value_width)
     capability = request.hardware.capability
     assert capability is not None
@@ -205,7 +212,7 @@ def _widths_why_not(release: Release, request: AttentionRequest) -> str | None:
     return None
 
 
-def _deterministic_why_not(release: Release, request: AttentionRequest) -> str | None:
+def _deterministic_unsupported(release: Release, request: AttentionRequest) -> str | None:
     if not request.deterministic:
         return None
     label, found = _label(release), _found(release, request)
@@ -223,7 +230,7 @@ def _deterministic_why_not(release: Release, request: AttentionRequest) -> str |
     return None
 
 
-def _mask_why_not(release: Release, request: AttentionRequest) -> str | None:
+def _mask_unsupported(release: Release, request: AttentionRequest) -> str | None:
     """Windows, the anchor in them, and sinks."""
     label, found = _label(release), _found(release, request)
     assert request.hardware.capability is not None
@@ -285,7 +292,7 @@ def attend(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         hardware=this_hardware(),
     )
-    release = next(r for r in RELEASES if release_why_not(r, request) is None)
+    release = next(r for r in RELEASES if unsupported_in_release(r, request) is None)
     width = v_KGE.shape[-1]
     if not _takes_unequal(release, request):
         q_THD, k_KGD, v_KGE = equal_widths(q_THD, k_KGD, v_KGE)

@@ -32,7 +32,7 @@ SHAPES = 128
 """Kinds of call (lengths, heads, dtype) that a process may compile."""
 
 
-def why_not(request: AttentionRequest) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """Give the reason why FlexAttention cannot serve, or None."""
     if request.hardware.capability is None:
         return "FlexAttention has no backward pass on the CPU; use --anchor-attention-backend sdpa"

@@ -1,7 +1,7 @@
 """What a run asks of its attention kernel, what the machine has, and the rules that kernels share.
 
-Everything here is data: a backend's ``why_not`` is a pure function of an `AttentionRequest`, so
-each reason is tested without the machine that it is about.
+Everything here is data: a backend's ``unsupported_reason`` is a pure function of an
+`AttentionRequest`, so each reason is tested on any machine.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
 """Bounds of the queries of a window's call, which has about as many as the window has keys."""
 
 
-def why_not(request: AttentionRequest) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """Give the reason why it cannot serve, or None."""
     if request.dropout and (request.window or request.sink):
         return f"--attention-dropout {request.dropout:g} with a window or a sink: set it to 0"

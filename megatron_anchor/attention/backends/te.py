@@ -21,13 +21,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_anchor.attention.backends.te_rules import why_not
+from megatron_anchor.attention.backends.te_rules import unsupported_reason
 
 if TYPE_CHECKING:
     from megatron_anchor.attention.backends import Layer
     from megatron_anchor.attention.runs import Runs
 
-__all__ = ["bind", "why_not"]
+__all__ = ["bind", "unsupported_reason"]
 
 
 def bind(layer: Layer) -> TransformerEngineKernel:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from packaging.version import Version
 
-from megatron_anchor.attention.backends.flash import RELEASES, Release, release_why_not
+from megatron_anchor.attention.backends.flash import RELEASES, Release, unsupported_in_release
 from megatron_anchor.attention.backends.request import (
     AttentionRequest,
     needs_device,
@@ -41,7 +41,7 @@ FLASH_2_WIDE = ((8, 0), (9, 0), (10, 0), (12, 0))
 OTHERS = "use --anchor-attention-backend varlen or flash"
 
 
-def why_not(request: AttentionRequest) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """Give the first reason why Transformer Engine cannot serve, or None."""
     return next((reason for rule in RULES if (reason := rule(request))), None)
 
@@ -177,7 +177,7 @@ def _kernel(request: AttentionRequest) -> str | None:
             f"--attention-backend {request.preferred} keeps Transformer Engine from its fused "
             "kernels, and its other one builds S x S scores; leave the flag out"
         )
-    no_cudnn, no_flash = _cudnn_why_not(request), _flash_why_not(request)
+    no_cudnn, no_flash = _cudnn_unsupported(request), _flash_unsupported(request)
     if no_cudnn and no_flash:
         instead = "use --cp-comm-type a2a (Ulysses)" if request.te_context_parallel else OTHERS
         return (
@@ -195,7 +195,7 @@ def _kernel(request: AttentionRequest) -> str | None:
     return None
 
 
-def _cudnn_why_not(request: AttentionRequest) -> str | None:
+def _cudnn_unsupported(request: AttentionRequest) -> str | None:
     """cuDNN's kernels for training (``fused_attn.cpp``) and what the selector holds back."""
     name, capability = request.hardware.name, request.hardware.capability
     assert capability is not None
@@ -247,7 +247,7 @@ def _dotted(version: int) -> str:
     return f"{version // major}.{version % major // 100}.{version % 100}"
 
 
-def _flash_why_not(request: AttentionRequest) -> str | None:
+def _flash_unsupported(request: AttentionRequest) -> str | None:
     """Say why Transformer Engine would take no flash-attn, or None."""
     if request.preferred == "fused":
         return "--attention-backend fused excludes it; leave that flag out"
@@ -257,7 +257,7 @@ def _flash_why_not(request: AttentionRequest) -> str | None:
     for release in RELEASES:
         if not release.capabilities[0] <= capability < release.capabilities[1]:
             continue
-        reason = release_why_not(release, request) or _release_in_te(release, request)
+        reason = unsupported_in_release(release, request) or _release_in_te(release, request)
         if reason is None:
             return None
         reasons.append(reason)

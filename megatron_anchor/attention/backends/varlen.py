@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_anchor.attention.runs import Runs
 
 
-def why_not(request: AttentionRequest) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """Give the reason why torch's variable-length kernel cannot serve, or None."""
     if not request.hardware.torch_varlen:
         return "this torch has no torch.nn.attention.varlen; pip install 'torch>=2.10'"
