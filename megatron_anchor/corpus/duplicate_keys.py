@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-_ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
+_ESCAPED_ASCII = tuple(b"\\u00%d" % digit for digit in range(2, 8))
 """A character that needs no escape: a key that is spelled so is not found as it is."""
 
 
@@ -25,7 +24,7 @@ def may_have_duplicates(raw: bytes, keys: tuple[str, ...]) -> bool:
     """
     if any(sum(map(raw.count, forms)) > 1 for forms in _forms(keys)):
         return True
-    return b"\\u00" in raw and _ESCAPED_ASCII.search(raw) is not None
+    return b"\\u00" in raw and any(start in raw for start in _ESCAPED_ASCII)
 
 
 @lru_cache
