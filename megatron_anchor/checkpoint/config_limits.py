@@ -19,12 +19,11 @@ LARGEST = {
 }
 """Far above every model, and soon built."""
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-_TOKENS = ("bos_token_id", "eos_token_id")
 
 
 def check_limits(path: Path, config: Mapping[str, Any]) -> None:
     """Raise `UserError` with value and place where a value is out of every bound."""
-    problems = [*_too_large(config), *_tokens_outside(config), *_dtypes(config)]
+    problems = [*_too_large(config), *_dtypes(config)]
     if problems:
         raise UserError(f"{path}: {'; '.join(problems)}; correct it, or fetch the model again")
 
@@ -34,15 +33,6 @@ def _too_large(config: Mapping[str, Any]) -> Iterator[str]:
         value = config.get(name)
         if isinstance(value, int | float) and value > most:
             yield f"{name} {value}, expected at most {most}"
-
-
-def _tokens_outside(config: Mapping[str, Any]) -> Iterator[str]:
-    size = config.get("vocab_size")
-    for name in _TOKENS:
-        value = config.get(name)
-        for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, int) and isinstance(size, int) and token >= size:
-                yield f"{name} {token}, expected less than vocab_size {size}"
 
 
 def _dtypes(config: Mapping[str, Any]) -> Iterator[str]:
