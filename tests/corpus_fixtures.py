@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -130,3 +131,12 @@ def corpus_files(prefix: Path | str) -> dict[str, bytes]:
     prefix = Path(prefix)
     found = sorted(p for p in prefix.parent.iterdir() if p.name.startswith(prefix.name))
     return {p.name.removeprefix(prefix.name): p.read_bytes() for p in found if p.is_file()}
+
+
+def copied(prefix: Path | str) -> Path:
+    """A copy of a corpus under another name: one that is given twice is refused."""
+    prefix = Path(prefix)
+    copy = prefix.with_name(f"copy_of_{prefix.name}")
+    for path in prefix.parent.glob(f"{prefix.name}.*"):
+        shutil.copyfile(path, f"{copy}{path.name.removeprefix(prefix.name)}")
+    return copy

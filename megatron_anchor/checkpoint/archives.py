@@ -79,7 +79,17 @@ def safetensors_extents(path: Path) -> dict[str, Extent]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path}: the safetensors header is malformed: {error!r}") from error
+        raise UserError(
+            f"{path}: the safetensors header is malformed: {_short(error)}; fetch it again"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    """An error without the object that it holds: that of a bad byte is the whole header."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.object[error.start]:#04x} at {error.start} is no UTF-8"
+    text = str(error)
+    return f"{type(error).__name__}: {text[:200]}{'...' if len(text) > 200 else ''}"
 
 
 def _filled_bytes(path: Path, header: Mapping[str, Mapping[str, Any]]) -> int:

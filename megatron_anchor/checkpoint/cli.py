@@ -8,6 +8,8 @@ import warnings
 
 import torch
 
+from megatron_anchor.checkpoint.finite import ALLOW_FLAG
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -16,6 +18,11 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", required=True, metavar="DIR", help="new folder; must not exist or be empty")
     add("--dtype", choices=DTYPES, help="of the weights; default: as they are")
+    add(
+        ALLOW_FLAG,
+        action="store_true",
+        help="convert weights that are NaN or Inf, too, which are refused otherwise",
+    )
     add("--json", action="store_true", help="print the result as JSON")
     add("--no-progress", action="store_true", help="no progress bar")
 

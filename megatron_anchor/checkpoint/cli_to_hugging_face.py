@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ignored_arguments=args.ignore_arguments,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         shard_bytes=int(args.max_shard_size * 1e9),
+        allow_non_finite=args.allow_non_finite,
         keep_tokenizer=args.keep_tokenizer,
         progress=not args.no_progress and not args.json,
     )

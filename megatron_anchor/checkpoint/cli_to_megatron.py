@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=DTYPES[args.dtype] if args.dtype else None,
         target=args.target_impl,
         drop_sliding_window=args.drop_sliding_window,
+        allow_non_finite=args.allow_non_finite,
         progress=not args.no_progress and not args.json,
     )
     if args.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -113,6 +114,8 @@ def _print(
         say(f"  other dtype: {count} tensors are {pair}")
     for name in bits.different[:10]:
         say(f"  differs: {name}")
+    for line in bits.not_finite[:10]:
+        say(f"  {line}")
     for difference in settings:
         say(f"other setting: {difference}")
     if found is not None:
@@ -123,4 +126,8 @@ def _print(
         )
         say(f"  KL divergence {found.kl:.3g} nats, top-1 agreement {found.top1_agreement:.2%}")
     cast = " but for its dtype" if bits.cast else ""
-    say(f"PASSED: the same model{cast}" if passed else "FAILED: not the same model")
+    failed = "not the same model"
+    if found is not None and math.isnan(found.largest_difference):
+        many = f" ({len(bits.not_finite)} tensors have NaN or Inf)" if bits.not_finite else ""
+        failed = f"logits are NaN or Inf{many}: they cannot be compared"
+    say(f"PASSED: the same model{cast}" if passed else f"FAILED: {failed}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_anchor.checkpoint.config_limits import check_limits
 from megatron_anchor.checkpoint.families import (
     ALL_LAYERS,
     BY_LAYER,
@@ -65,7 +66,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a Hugging Face model")
     check_links(folder)
-    return read_json(path)
+    config = read_json(path)
+    check_limits(path, config)
+    return config
 
 
 def model_of(config: Mapping[str, Any]) -> Model:

@@ -45,7 +45,10 @@ def check_links(folder: str | Path) -> None:
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
     for path in _files(folder):
-        target = path.resolve()
+        try:
+            target = path.resolve(strict=False)
+        except (RuntimeError, OSError) as error:  # a circle of links
+            raise UserError(f"{path} leads nowhere ({error}); put the file itself there") from error
         if not any(target.is_relative_to(place) for place in allowed):
             raise UserError(
                 f"{path} leads to {target}, outside of the model's folder; put the file itself "
@@ -72,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -29,6 +29,7 @@ from megatron_anchor.checkpoint.families import (
     stacked,
     unequal_windows,
 )
+from megatron_anchor.checkpoint.finite import NonFinite
 from megatron_anchor.checkpoint.fused_experts import fused_blocks, fused_plans
 from megatron_anchor.checkpoint.hugging_face_config import (
     architecture,
@@ -79,6 +80,7 @@ def convert_to_hugging_face(
     ignored_arguments: Sequence[str] = (),
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    allow_non_finite: bool = False,
     keep_tokenizer: bool = False,
     progress: bool = True,
 ) -> Exported:
@@ -95,6 +97,7 @@ def convert_to_hugging_face(
         ignored_arguments: of the run, which no family can represent and the user leaves out.
         dtype: of the weights; None: as stored.
         shard_bytes: largest size of a weight file.
+        allow_non_finite: export weights that are NaN or Inf, too.
         keep_tokenizer: copy the tokenizer unchanged even if it does not add the run's anchor.
         progress: show a bar.
 
@@ -139,9 +142,11 @@ def convert_to_hugging_face(
                 desc="to Hugging Face",
             ) as bar,
         ):
+            found, dtypes = NonFinite(), {plan.name: plan.dtype for plan in plans}
 
             def blocks(name: str) -> Iterator[np.ndarray]:
                 for block in fused_blocks(name, parts_of, stored.blocks):
+                    found.look_at(name, block, dtypes[name])
                     yield block
                     bar.update(block.size)
 
@@ -151,6 +156,8 @@ def convert_to_hugging_face(
                 notes += add_anchor(temporary, anchor)
             stored.check_zeros()
             names = write_weights(temporary, plans, blocks, shard_bytes=shard_bytes)
+            if not allow_non_finite:
+                found.refuse(str(source), dtype=dtype)
     return Exported(model, len(plans), total, names, None if folder is None else str(folder), notes)
 
 

@@ -28,6 +28,7 @@ from megatron_anchor.checkpoint.families import (
     stack_of,
     stacked,
 )
+from megatron_anchor.checkpoint.finite import NonFinite, counted
 from megatron_anchor.checkpoint.fused_experts import separate_experts
 from megatron_anchor.checkpoint.hugging_face_config import (
     model_of,
@@ -70,6 +71,7 @@ def convert_to_megatron(
     dtype: torch.dtype | None = None,
     target: str = LOCAL,
     drop_sliding_window: bool = False,
+    allow_non_finite: bool = False,
     progress: bool = True,
 ) -> Converted:
     """Convert a model folder; nothing is left behind when it fails.
@@ -83,6 +85,7 @@ def convert_to_megatron(
         dtype: of the weights; None: as they are.
         target: layer spec that will load it, one of `TARGETS`.
         drop_sliding_window: train a model with a sliding window without it.
+        allow_non_finite: convert weights that are NaN or Inf, too.
         progress: show a bar.
 
     Raises:
@@ -120,7 +123,10 @@ def convert_to_megatron(
             ) as bar,
         ):
             with TorchDistWriter(folder / "release") as writer:
-                _write_model(writer, model, weights, target, bar)
+                found = NonFinite()
+                _write_model(writer, model, counted(weights, found), target, bar)
+                if not allow_non_finite:
+                    found.refuse(str(source), dtype=dtype)
                 _write_objects(writer, model, target)
                 writer.add_object("common_state", _common_state(values, stored_dtype))
                 writer.finish()

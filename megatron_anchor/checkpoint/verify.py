@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_anchor.checkpoint.argument_check import unrepresentable
 from megatron_anchor.checkpoint.families import family_of, rules_for
+from megatron_anchor.checkpoint.finite import NonFinite
 from megatron_anchor.checkpoint.fused_experts import separate_experts
 from megatron_anchor.checkpoint.hugging_face_config import model_of, read_config
 from megatron_anchor.checkpoint.hugging_face_weights import open_weights
@@ -56,6 +57,8 @@ class TensorVerdict:
     cast: dict[str, int]
     """Pairs of dtypes, as "here, in Hugging Face there", and how many tensors have them; these
     were compared in Megatron's."""
+    not_finite: list[str]
+    """Names of tensors with NaN or Inf, and how many."""
 
     @property
     def passed(self) -> bool:
@@ -102,6 +105,7 @@ def compare_tensors(checkpoint: TorchDistCheckpoint, folder: Path, files: Files)
     check_tensors(weights, model)
     stored, different = Stored([checkpoint], model), []
     cast: dict[str, int] = {}
+    found = NonFinite()
     stored.check_zeros(remedy="give the model as exported")
     plans = stored.plans()
     for plan in plans:
@@ -115,12 +119,13 @@ def compare_tensors(checkpoint: TorchDistCheckpoint, folder: Path, files: Files)
             other = np.empty_like(ours)
             source.read(first, other)
             first += len(ours)
+            found.look_at(plan.name, ours, plan.dtype)
             if not np.array_equal(ours, other):
                 equal = False
                 largest = max(largest, _largest_difference(ours, other, plan.dtype))
         if not equal:
             different.append(f"{plan.name} (by up to {largest:g})")
-    return TensorVerdict(len(plans), different, cast)
+    return TensorVerdict(len(plans), different, cast, found.lines())
 
 
 def setting_differences(

@@ -20,11 +20,12 @@ COMPRESSED = {".gz": "gz", ".zst": "zst"}
 SAVED_DATASET = "belongs to a dataset of Dataset.save_to_disk, which is read as a folder"
 OUTPUT = "was written by this package"
 MODEL = "belongs to a model or its tokenizer"
+ARROW = "a table of Arrow, read only within the folder of Dataset.save_to_disk"
 BINARY = "a corpus, weights or arrays"
 HIDDEN = "hidden"
 
 _BINARY = (
-    *(".bin", ".idx", ".npy", ".npz", ".arrow", ".safetensors", ".pt", ".pth", ".ckpt", ".distcp"),
+    *(".bin", ".idx", ".npy", ".npz", ".safetensors", ".pt", ".pth", ".ckpt", ".distcp"),
     *(".gguf", ".lock", ".tmp"),
 )
 _NAMES = {
@@ -71,6 +72,8 @@ def never_documents(path: Path) -> str | None:
     That is so for metadata of datasets and models, for weights, and for what this package writes:
     corpora, manifests, lists of rejected rows and of documents, results, dumps of bad batches.
     """
+    if path.suffix.lower() == ".arrow":
+        return ARROW
     if path.suffix.lower() in _BINARY:
         return BINARY
     if path.name in _NAMES:

@@ -115,7 +115,7 @@ def _parts_of(folder: Path) -> set[str]:
             return set(json.loads((folder / "dataset_dict.json").read_text())["splits"])
         state = json.loads((folder / "state.json").read_text())
         return {entry["filename"] for entry in state["_data_files"]}
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise UserError(
             f"--input {folder} is no readable saved dataset ({type(error).__name__}: {error}); "
             "save it again"

@@ -75,6 +75,7 @@ def merge_corpora(
     order = shard_order(
         [(part.prefix, part.manifest) for part in parts], allow_missing=allow_missing_shards
     )
+    _refuse_doubled(prefixes)
     parts = [parts[place] for place in order]
     with working_folder(Path(f"{out}.merging"), output=out) as folder:
         finals = [bin_path(out), weights_path(out), weights_manifest_path(out)]
@@ -92,6 +93,18 @@ def merge_corpora(
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error.strerror}") from error
     return manifest
+
+
+def _refuse_doubled(prefixes: Sequence[str | Path]) -> None:
+    seen: dict[Path, str | Path] = {}
+    for prefix in prefixes:
+        if (real := idx_path(prefix).resolve()) in seen:
+            also = f" (also as {seen[real]})" if str(seen[real]) != str(prefix) else ""
+            raise UserError(
+                f"--input: {prefix} is given twice{also}, so its documents would be doubled; name "
+                "every corpus once (tools/upsample_long_documents.py repeats documents)"
+            )
+        seen[real] = prefix
 
 
 def _write(parts: Sequence[_Part], folder: Path, *, progress: bool) -> KeyManifest | None:

@@ -311,7 +311,7 @@ class CorpusOutput:
     def _read_json(self, name: str) -> dict[str, Any]:
         try:
             value = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise _lost(self.folder / name, str(error)) from error
         if not isinstance(value, dict):
             raise _lost(self.folder / name, f"it holds a JSON {type(value).__name__}")

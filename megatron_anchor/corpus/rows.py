@@ -16,6 +16,11 @@ from typing import Any
 import numpy as np
 
 from megatron_anchor.corpus.conversations import ConversationError, conversations_of
+from megatron_anchor.corpus.duplicate_keys import (
+    DuplicateKeyError,
+    may_have_duplicates,
+    strict_loads,
+)
 from megatron_anchor.corpus.pretokenized import SpanError, split_spans
 from megatron_anchor.corpus.readers import BOM, Chunk
 from megatron_anchor.corpus.rejections import Rejection
@@ -46,6 +51,16 @@ class RowOptions:
     """Where rows with conversations may have tools."""
     weight_key: str | None = None
     weight_dtype: str = "float32"
+
+    @property
+    def read_keys(self) -> tuple[str, ...]:
+        """Keys of a row, and of the objects in it, that enter the corpus."""
+        keys = (*self.keys, *filter(None, [self.domain_key, self.weight_key]))
+        if self.pretokenized:
+            keys += ("source", "start", "end")
+        if self.chat:
+            keys += (self.tools_key, "role", "content", "from", "value", "tool_calls")
+        return keys
 
     @property
     def exact_numbers(self) -> bool:
@@ -95,7 +110,7 @@ def parse_chunk(chunk: Chunk, options: RowOptions) -> ParsedChunk:
                 assert raw is not None
                 value = dict.fromkeys(options.keys, _text_file(raw))
             elif raw is not None:
-                value = _load(raw, quick=not options.exact_numbers)
+                value = _load(raw, options)
             from_table = chunk.kind in ("table", "objects")  # in both, nulls fill gaps
             documents = _documents(value, number, chunk.domain, options, from_table=from_table)
         except _RowError as bad:
@@ -145,23 +160,32 @@ def _values(chunk: Chunk, parsed: ParsedChunk) -> Iterator[tuple[int, bytes | No
             yield number, None, record
 
 
-def _load(raw: bytes, *, quick: bool) -> Any:
+def _load(raw: bytes, options: RowOptions) -> Any:
     """A row's value. `orjson` may read good rows (it is twice as fast); `json` judges the others.
 
-    Numbers over 64 bits differ between the two, so `quick` is off where numbers matter.
+    Numbers over 64 bits differ between the two, so `json` reads rows with `exact_numbers`.
     """
-    if quick and _quick is not None:
+    keys = options.read_keys
+    doubled = may_have_duplicates(raw, keys)
+    if _quick is not None and not doubled and not options.exact_numbers:
         try:
             return _quick.loads(raw)
         except ValueError:
             pass
     text = _decoded(raw)
     try:
-        return json.loads(text)
+        return strict_loads(text, keys) if doubled else json.loads(text)
+    except DuplicateKeyError as error:
+        [key] = error.args
+        raise _RowError(
+            "duplicate key", f"an object has {key!r} twice, and one value would be lost"
+        ) from None
     except RecursionError:
         raise _RowError("malformed JSON", "nested too deeply") from None
     except ValueError as error:
-        hint = ""
+        if str(error).startswith("Exceeds the limit"):
+            raise _RowError("malformed JSON", "a number has more than 4300 digits") from None
+        hint = _other_encoding(raw)
         if str(error).startswith("Extra data"):
             hint = "; it looks like several JSON values: give each a line in a .jsonl file"
         raise _RowError("malformed JSON", f"{error}{hint}") from None
@@ -175,8 +199,19 @@ def _decoded(raw: bytes) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        place = f"byte {raw[error.start]:#04x} at {error.start}"
+        place = f"byte {raw[error.start]:#04x} at {error.start}{_other_encoding(raw)}"
         raise _RowError("invalid UTF-8", place) from None
+
+
+def _other_encoding(raw: bytes) -> str:
+    """A hint where the bytes are text of another encoding, or compressed."""
+    if raw.startswith(b"\x1f\x8b"):
+        return "; it looks like gzip: let the file's name end with .gz"
+    if raw.startswith(b"\x28\xb5\x2f\xfd"):
+        return "; it looks like zstd: let the file's name end with .zst"
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in raw[:200]:
+        return "; it looks like UTF-16 or UTF-32: convert it (iconv -f UTF-16 -t UTF-8)"
+    return ""
 
 
 def _documents(

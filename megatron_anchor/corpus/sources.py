@@ -112,6 +112,11 @@ def _expand(text: str, *, hf_split: str, input_format: str | None) -> Contents:
         return Contents([text])
     if path.is_dir():
         found = contents_of(path, split=hf_split)
+    elif path.exists() and not path.is_file():
+        raise UserError(
+            f"--input {text} is a pipe or a device, which cannot be read again where a job goes "
+            "on: write its rows to a file first"
+        )
     elif path.exists():
         why = never_documents(path)
         if why is not None:

@@ -46,7 +46,10 @@ def _parquet(source: Source, options: ReadOptions) -> Table:
     try:
         file = pq.ParquetFile(source.path)
     except DAMAGE as error:
-        raise UserError(f"{source.path} is no readable parquet file: {error}") from error
+        raise UserError(
+            f"{source.path} is no readable parquet file: {error}; fetch it "
+            "again, or give --input-format where it is of another kind"
+        ) from error
     columns = _needed(source, options, file.schema_arrow.names)
     meta = file.metadata
     size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
@@ -138,6 +141,12 @@ def _needed(source: Source, options: ReadOptions, present: list[str]) -> list[st
         raise UserError(
             f"{source.path} has the columns {', '.join(present)}, not {missing[0]!r}; "
             "name others with --json-keys and --domain-key"
+        )
+    doubled = [n for n in (*options.columns, *options.optional) if present.count(n) > 1]
+    if doubled:
+        raise UserError(
+            f"{source.path} has {present.count(doubled[0])} columns {doubled[0]!r}, of which one "
+            "would be lost: rename or drop one of them"
         )
     return [*options.columns, *(name for name in options.optional if name in present)]
 

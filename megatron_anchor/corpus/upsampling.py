@@ -28,6 +28,9 @@ from megatron_anchor.whole_files import atomic_write, atomic_write_text
 _STARTS = 16
 _SMALL = 1 << 20  # documents; above it one start is good enough
 
+_MOST_TIMES = 1000
+"""How often a corpus may be repeated: more is a slip, and does not fit the memory."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -205,6 +208,14 @@ def _drawn(
     wanted = int(lengths.sum()) if tokens is None else tokens
     if wanted < 1:
         raise UserError(f"--tokens {wanted}: expected at least 1, from a corpus with tokens")
+    most = max(int(lengths.sum()), 1) * _MOST_TIMES
+    if wanted > most:
+        raise UserError(
+            f"--tokens {wanted}: expected at most {most}, {_MOST_TIMES} times the corpus, which "
+            "would be repeated as often"
+        )
+    if seed < 0:
+        raise UserError(f"--seed {seed}: expected 0 or more")
     ids = upsample(
         lengths,
         domains,

@@ -13,6 +13,21 @@ from megatron_anchor.evaluation.tasks import Sample
 from megatron_anchor.evaluation.tokens import PromptTokenizer
 
 
+def not_finite(place: str) -> str:
+    """Words for logits that are NaN or Inf: a score of them would look like a weak model's."""
+    return (
+        f"the model's logits are NaN or Inf {place}: its weights are damaged, or too large for "
+        "their dtype. The conversion commands name such weights"
+    )
+
+
+def _require_numbers(ids_BS: Any, logits_BV: Any) -> Any:
+    """Pass logits on; greedy search would take the id 0 of NaN."""
+    if bool(logits_BV.isnan().any()) or bool(logits_BV.isposinf().any()):
+        raise UserError(not_finite(f"after {ids_BS.shape[1]} tokens of a prompt and its answer"))
+    return logits_BV
+
+
 class Generator:
     """A model that answers prompts; a prompt's answer does not hang on its neighbours."""
 
@@ -60,6 +75,7 @@ class Generator:
                     ids_BS.to(device),
                     attention_mask=mask_BS.to(device),
                     max_new_tokens=samples[0].new_tokens,
+                    logits_processor=[_require_numbers],
                 )
         except torch.OutOfMemoryError as error:
             raise UserError(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_anchor.errors import UserError
+from megatron_anchor.evaluation.generation import not_finite
 from megatron_anchor.evaluation.haystack import digest_of
 from megatron_anchor.evaluation.tokens import PromptTokenizer
 
@@ -138,7 +139,11 @@ def token_losses(model: Any, ids: Sequence[int], *, block: int = BLOCK) -> np.nd
             targets_N = tokens_S[start + 1 : start + 1 + len(inputs_N)]
             logits_NV = output.logits[0].float()
             losses.append(torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="none"))
-    return torch.cat(losses).double().cpu().numpy()
+    found = torch.cat(losses).double().cpu().numpy()
+    if not np.isfinite(found).all():
+        place = int(np.flatnonzero(~np.isfinite(found))[0]) + 1
+        raise UserError(not_finite(f"at token {place} of a text"))
+    return found
 
 
 def bucket_sums(losses: np.ndarray) -> tuple[list[float], list[int]]:

@@ -42,7 +42,7 @@ def _require_made_for(prefix: str | Path, beside: Path, *, what: str, documents:
         form, corpus, digest, count = (
             described[name] for name in ("format", "corpus", "index_sha256", "documents")
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{what}: {beside} does not describe a list ({type(error).__name__}: {error}); {_ANEW}"
         ) from error

@@ -71,7 +71,7 @@ class KeyManifest:
             form = value["format"]
             value["domains"] = [DomainCount(**domain) for domain in value["domains"]]
             manifest = cls(**value)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{path} is no corpus manifest ({type(error).__name__}: {error})"
             ) from error

@@ -168,7 +168,7 @@ def read_weights_manifest(prefix: str | Path) -> WeightsManifest:
     try:
         manifest = WeightsManifest(**json.loads(path.read_text(encoding="utf-8")))
         form = manifest.format
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} does not describe weights ({type(error).__name__}: {error})"
         ) from (error)

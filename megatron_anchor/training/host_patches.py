@@ -18,6 +18,7 @@ from megatron_anchor.patches import MEGATRON, MissingTargetError, Patch, apply, 
 from megatron_anchor.terminal import logger_of
 from megatron_anchor.training import (
     full_validation,
+    kept_children,
     last_checkpoints,
     rejected_results,
     saved_checkpoints,
@@ -109,6 +110,7 @@ PATCHES = (
         ),
         lambda args: args.full_validation,
     ),
+    *(HostPatch(patch, lambda args: args.exit_signal_handler) for patch in kept_children.PATCHES),
     HostPatch(multi_token.LOSS_PATCH, lambda args: bool(args.mtp_num_layers)),
     HostPatch(multi_token.LAYERS_PATCH, lambda args: bool(args.mtp_num_layers)),
 )

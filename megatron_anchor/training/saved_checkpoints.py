@@ -16,6 +16,8 @@ from megatron_anchor.compat import TRACKER
 from megatron_anchor.shell_words import quoted
 from megatron_anchor.whole_files import atomic_write_text
 
+_LITTLE = 1 << 30
+"""Bytes free of a disk that may have been full a moment before: unfinished files go."""
 _FOLDER = re.compile(r"iter_(\d{7,})")
 
 
@@ -104,9 +106,7 @@ def failed_save(folder: str, iteration: int, error: BaseException) -> str:
     reason = str(error).strip().splitlines()[-1:] or [""]
     usage = shutil.disk_usage(_nearest(Path(folder)))
     tracked = tracked_iteration(folder)
-    # Writers wrap what went wrong in errors of their own, which may all be a full disk.
-    full = not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "make room" if full else "remove the cause"
+    remedy = "make room" if _may_be_full(error, usage.free) else "remove the cause"
     whole, again = "release" if tracked == "release" else f"of iteration {tracked}", quoted(folder)
     kept = (
         f"The checkpoint {whole} is whole: {remedy} and start the same command "
@@ -121,6 +121,17 @@ def failed_save(folder: str, iteration: int, error: BaseException) -> str:
         f"{usage.total / 1e6:.1f} MB. {kept}"
         + (f" {unfinished} is unfinished and may be removed." if unfinished.exists() else "")
     )
+
+
+def _may_be_full(error: BaseException, free: int) -> bool:
+    """Writers wrap what went wrong in errors of their own: then the disk itself is asked."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno is not None:
+            return seen.errno in (errno.ENOSPC, errno.EDQUOT)
+        seen = seen.__cause__ or seen.__context__
+    words = ("No space left", "Disk quota exceeded", "unexpected pos", "file write failed")
+    return free < _LITTLE or any(word in str(error) for word in words)
 
 
 def _nearest(folder: Path) -> Path:

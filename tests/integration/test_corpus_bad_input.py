@@ -43,6 +43,8 @@ BAD_LINES = {
     "not a string, null": b'{"text": null}',
     "not a string, list of numbers": b'{"text": ["a", 1]}',
     "malformed JSON, huge number": b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
+    "duplicate key": b'{"text": "first", "text": "second"}',
+    "duplicate key, escaped": b'{"text": "first", "te\\u0078t": "second"}',
     "malformed JSON, NUL instead of a line": b"\x00",
 }
 
@@ -672,3 +674,68 @@ def _or_none(function):
         return function()
     except (ValueError, RecursionError):
         return None
+
+
+@pytest.mark.parametrize("how", ["quick", "slow"])
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"text": "a"}, "text"),
+        ({"meta": {"name": "b"}, "text": "a"}, "name"),
+        ({"meta": {"name": "b"}, "text": "a"}, "meta"),
+    ],
+)
+def test_a_key_given_twice_is_a_bad_row_wherever_it_stands(tmp_path, monkeypatch, how, row, key):
+    if how == "slow":
+        monkeypatch.setattr("megatron_anchor.corpus.rows._quick", None)
+    good = json.dumps(row)
+    doubled = good.replace(f'"{key}":', f'"{key}": "lost", "{key}":')
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{good}\n{doubled}\n")
+    with pytest.raises(RowError, match=f"duplicate key.*{key!r} twice"):
+        run(tmp_path / "out", path, domain_key="meta.name" if "meta" in row else None)
+
+
+def test_what_only_looks_like_a_key_given_twice_is_kept(tmp_path):
+    rows = [{"text": 'say "text": now', "n": {"id": 1}}, {"text": "<", "other": "text"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(r).replace("<", "\\u003c") + "\n" for r in rows))
+    run(tmp_path / "out", path)
+    assert len(IndexedCorpus.open(f"{tmp_path}/out_text_document")) == 2
+
+
+def test_a_table_with_a_column_twice_is_refused(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table([pa.array(["first"]), pa.array(["second"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="has 2 columns 'text', of which one would be lost"):
+        run(tmp_path / "out", tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("raw", "hint"),
+    [
+        ('{"text": "ä"}\n'.encode("utf-16"), "looks like UTF-16"),
+        ('{"text": "a"}\n'.encode("utf-16-le"), "looks like UTF-16"),
+        (gzip.compress(b'{"text": "a"}\n'), "name end with .gz"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b', "text": "b"}\n', "more than 4300 digits"),
+    ],
+)
+def test_another_encoding_is_told(tmp_path, raw, hint):
+    (tmp_path / "a.jsonl").write_bytes(raw)
+    with pytest.raises(RowError, match=hint):
+        run(tmp_path / "out", tmp_path / "a.jsonl")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match="is a pipe or a device"):
+        run(tmp_path / "out", tmp_path / "a.jsonl")
+
+
+def test_an_arrow_file_is_called_one(tmp_path):
+    (tmp_path / "a.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(UserError, match="is a table of Arrow, read only within the folder"):
+        run(tmp_path / "out", tmp_path / "a.arrow")

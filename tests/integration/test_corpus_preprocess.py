@@ -25,6 +25,7 @@ from megatron_anchor.corpus.upsampling import make_document_list
 from megatron_anchor.errors import UserError
 from tests.corpus_fixtures import (
     HOSTILE,
+    copied,
     corpus_files,
     sentencepiece_model,
     texts,
@@ -289,7 +290,7 @@ def test_rows_stay_paired_under_all_keys_and_are_those_of_megatron(tmp_path_fact
         assert inspect_corpus(prefix).problems == ()
         empty = sum(not "".join(cell) for cell in documents)
         assert read_manifest(prefix).empty_kept == empty
-        merge_corpora([prefix, prefix], folder / "twice", overwrite=True, progress=False)
+        merge_corpora([prefix, copied(prefix)], folder / "twice", overwrite=True, progress=False)
         assert inspect_corpus(folder / "twice").problems == ()
         listed = make_document_list(prefix, folder / "list.npy", overwrite=True)
         assert listed.tokens > 0

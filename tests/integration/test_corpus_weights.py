@@ -24,7 +24,7 @@ from megatron_anchor.corpus.output import CorpusOutput
 from megatron_anchor.errors import UserError
 from megatron_anchor.indexed.weights import TargetWeights
 from tests.chat_fixtures import REWRITES, chat_tokenizer, talk, word_tokenizer, write_rows
-from tests.corpus_fixtures import corpus_files, texts
+from tests.corpus_fixtures import copied, corpus_files, texts
 from tests.unit.packing_oracle import build_train
 from tests.unit.test_corpus_chat import WORDS
 
@@ -414,11 +414,11 @@ def test_parts_with_and_without_weights_are_not_merged(tmp_path):
             merge_corpora(pair, tmp_path / "all", progress=False)
     with pytest.raises(UserError, match=r"has weights of the dtype float32, .*float16"):
         merge_corpora([a, c], tmp_path / "all", progress=False)
-    merge_corpora([a, a], tmp_path / "all", progress=False)
+    merge_corpora([a, copied(a)], tmp_path / "all", progress=False)
     assert documents(tmp_path / "all") == documents(a) * 2
     with pytest.raises(UserError, match="exists; choose another output prefix or --overwrite"):
-        merge_corpora([b, b], tmp_path / "all", progress=False)
-    merge_corpora([b, b], tmp_path / "all", overwrite=True, progress=False)
+        merge_corpora([b, copied(b)], tmp_path / "all", progress=False)
+    merge_corpora([b, copied(b)], tmp_path / "all", overwrite=True, progress=False)
     assert TargetWeights.open(tmp_path / "all") is None
 
 

@@ -542,6 +542,41 @@ def test_a_shard_size_that_is_none_is_refused(copy, tmp_path, size):
         main([*flags, "--max-shard-size", size])
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, expected at most 10000"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings 1000000000000, expected"),
+        ({"dtype": "evil; rm"}, "dtype 'evil; rm', expected one of auto, bfloat16"),
+        ({"torch_dtype": 7}, "torch_dtype '7', expected one of"),
+    ],
+)
+def test_values_that_no_model_has_are_refused_at_once(copy, tmp_path, change, said):
+    change_config(copy / "hf", **change)
+    refused(convert_to_megatron, copy / "hf", said, tmp_path=tmp_path)
+
+
+def test_a_config_with_a_byte_order_mark_is_read(copy, tmp_path):
+    path = copy / "hf/config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    convert_to_megatron(copy / "hf", tmp_path / "out", progress=False)
+
+
+def test_a_circle_of_links_is_refused(copy, tmp_path):
+    (copy / "hf/vocab.json").symlink_to("vocab.json")
+    refused(convert_to_megatron, copy / "hf", "vocab.json leads nowhere", tmp_path=tmp_path)
+
+
+def test_a_bad_byte_in_a_large_header_is_told_shortly(copy, tmp_path):
+    path = sorted((copy / "hf").glob("*.safetensors"))[0]
+    data = bytearray(path.read_bytes())
+    data[20] = 0xFF
+    path.write_bytes(data)
+    said = refused(convert_to_megatron, copy / "hf", "header is malformed", tmp_path=tmp_path)
+    assert len(said) < len(str(path)) + 200
+    assert "byte 0xff at 12 is no UTF-8; fetch it again" in said
+
+
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_tensor_of_all_experts_must_be_there_and_whole(gone, tmp_path):
     from safetensors.torch import load_file, save_file

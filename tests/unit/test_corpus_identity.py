@@ -30,6 +30,7 @@ from megatron_anchor.corpus.weight_options import checked_chat
 from megatron_anchor.errors import UserError
 from tests.chat_fixtures import LLAMA, chat_tokenizer
 from tests.corpus_fixtures import (
+    copied,
     corpus_files,
     folder,
     sentencepiece_model,
@@ -250,7 +251,7 @@ def test_corpora_with_and_without_control_tokens_in_their_texts_are_not_merged(t
 @pytest.mark.parametrize("option", [*TEXT_OPTIONS, "sentences", "conversations"])
 def test_parts_that_treat_texts_otherwise_are_not_merged_however_often(tmp_path, option):
     a, b = build(tmp_path, "a"), build(tmp_path, "b")
-    merge_corpora([a, a], tmp_path / "all", progress=False)
+    merge_corpora([a, copied(a)], tmp_path / "all", progress=False)
     for prefix in (b, tmp_path / "all"):
         path = Path(f"{prefix}.manifest.json")
         content = json.loads(path.read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -148,7 +150,8 @@ def test_wrong_calls_are_refused(tmp_path):
     merge_corpora([part], tmp_path / "all", progress=False)
     with pytest.raises(UserError, match="exists"):
         merge_corpora([part], tmp_path / "all", progress=False)
-    merge_corpora([part, part], tmp_path / "all", overwrite=True, progress=False)
+    other = build(tmp_path, "b", ["z", "u"])
+    merge_corpora([part, other], tmp_path / "all", overwrite=True, progress=False)
     assert len(IndexedCorpus.open(tmp_path / "all")) == 4
     with open(tmp_path / "a_text_document.bin", "ab") as stream:
         stream.write(b"\x00\x00")
@@ -235,6 +238,20 @@ def test_a_shard_given_twice_is_refused(tmp_path):
                     allow_missing_shards=allow,
                     progress=False,
                 )
+
+
+@pytest.mark.parametrize("how", ["same", "relative", "link"])
+def test_a_corpus_given_twice_is_refused(tmp_path, how):
+    part = shards(tmp_path)[0]
+    for ending in ("manifest.json",):
+        Path(f"{part}.{ending}").unlink()  # made by another tool: no shard
+    again = {"same": part, "relative": f"{tmp_path}/./{Path(part).name}"}.get(how)
+    if again is None:
+        again = tmp_path / "link"
+        for ending in ("bin", "idx", "domains.npy"):
+            Path(f"{again}.{ending}").symlink_to(f"{part}.{ending}")
+    with pytest.raises(UserError, match=r"given twice.*documents would be doubled"):
+        merge_corpora([part, again], tmp_path / "all", progress=False)
 
 
 def _damage_domains(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ def test_a_list_saved_by_hand_needs_no_description(tmp_path):
     assert read_document_list(tmp_path / "l.npy", build(tmp_path)).tolist() == [5, 0, 5]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "x"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "x"}', "[" * 100_000])
 def test_a_damaged_description_is_refused(tmp_path, text):
     np.save(tmp_path / "l.npy", np.array([0]))
     (tmp_path / "l.json").write_text(text)
@@ -183,4 +184,25 @@ def test_wrong_calls_are_refused(tmp_path):
             make_document_list(prefix, **config)
     make_document_list(prefix, tmp_path / "l.npy")
     with pytest.raises(UserError, match="exists"):
+        make_document_list(prefix, tmp_path / "l.npy")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seed": -1}, "--seed -1: expected 0 or more"),
+        ({"tokens": 10**20}, "--tokens 100000000000000000000: expected at most .*, 1000 times"),
+        ({"tokens": 0}, "--tokens 0: expected at least 1"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused(tmp_path, given, said):
+    with pytest.raises(UserError, match=said):
+        make_document_list(build(tmp_path), tmp_path / "l.npy", **given)
+    assert not (tmp_path / "l.npy").exists()
+
+
+def test_a_manifest_nested_too_deeply_is_none(tmp_path):
+    prefix = build(tmp_path)
+    Path(f"{prefix}.manifest.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"is no corpus manifest .RecursionError"):
         make_document_list(prefix, tmp_path / "l.npy")

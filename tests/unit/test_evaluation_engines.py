@@ -80,6 +80,20 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(loaded):
         Generator(model, tokenizer).answers([sample])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_with_an_error_and_no_score(folder, value):
+    model, tokenizer = load_model(folder, CPU), PromptTokenizer(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[70] = value
+    [sample] = samples(tokenizer, [40])
+    ids = [*sample.ids[:10], 70, *sample.ids[10:]]
+    with pytest.raises(UserError, match=r"logits are NaN or Inf at token \d+ of a text"):
+        token_losses(model, ids)
+    broken = Sample("vt", 99, 0, None, "", ids, ["x"])
+    with pytest.raises(UserError, match=r"logits are NaN or Inf after \d+ tokens"):
+        Generator(model, tokenizer).answers([broken])
+
+
 @pytest.mark.parametrize("block", [7, 64, 512])
 def test_losses_in_blocks_equal_one_forward_pass(loaded, block):
     model, tokenizer = loaded

@@ -98,7 +98,7 @@ def test_a_line_of_flags_is_one_flag_with_one_value_or_refused(line, tmp_path):
 def test_a_setting_is_a_word_of_the_commands_whatever_it_holds(tmp_path, text):
     """Folders and names; printed commands are those that run, read back by bash."""
     settings = {
-        "WORK": f"work/{text}",
+        "RUN": f"runs/{text}",
         "CORPUS": f"corpora/{text}",
         "HF_MODEL": f"models/{text}",
         "DOMAIN_KEY": text,
@@ -111,7 +111,7 @@ def test_a_setting_is_a_word_of_the_commands_whatever_it_holds(tmp_path, text):
     prefix = f"corpora/{text}_text_document"
     for expected in (f"models/{text}", f"{settings['CORPUS']}", prefix, text):
         assert expected in words
-    assert f"work/{text}/65536-anchor-rope5000000" in words
+    assert settings["RUN"] in words
     assert not list(tmp_path.iterdir())
 
 
@@ -313,8 +313,8 @@ def test_a_rank_gets_the_signal_once_and_not_before_it_handles_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["my work", "w*k", "w[1]"])
 def test_a_folder_that_flags_cannot_name_is_refused_before_anything_runs(tmp_path, name):
-    for given in ({"WORK": name}, {"WORK": str(tmp_path / name / "x")}):
-        said = recipe("llama_2_7b_64k", cwd=tmp_path, expect=1, DRY_RUN="1", **given)
+    for work in (name, str(tmp_path / name / "x")):
+        said = recipe("llama_2_7b_64k", cwd=tmp_path, expect=1, DRY_RUN="1", WORK=work)
         assert "has a space or a wildcard: set WORK to another" in said
     (tmp_path / name).mkdir()
     said = recipe("llama_2_7b_64k", cwd=tmp_path / name, expect=1, DRY_RUN="1")

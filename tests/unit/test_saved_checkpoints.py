@@ -3,11 +3,13 @@
 import os
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megatron.training import checkpointing as host
 
 from megatron_anchor import compat
+from megatron_anchor.training import saved_checkpoints
 from megatron_anchor.training.saved_checkpoints import (
     WholeTrackers,
     explaining_failures,
@@ -101,6 +103,28 @@ def test_a_failed_save_says_what_is_left(folder: Path) -> None:
     assert "No checkpoint was saved there before: make room" in full
     (folder / compat.TRACKER).write_text("release")
     assert "The checkpoint release is whole" in failed_save(str(folder), 12, OSError(28, "x"))
+
+
+def test_a_failed_save_asks_for_room_only_where_there_may_be_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remedy(error: BaseException) -> bool:
+        return "make room" in failed_save(str(folder), 12, error)
+
+    def caused(error: BaseException, cause: BaseException) -> BaseException:
+        error.__cause__ = cause
+        return error
+
+    usage = SimpleNamespace(total=10**12, free=10**11)
+    monkeypatch.setattr(saved_checkpoints.shutil, "disk_usage", lambda _: usage)
+    assert not remedy(EOFError("the manager ended"))
+    assert not remedy(TypeError("cannot pickle"))
+    assert not remedy(caused(RuntimeError("writer"), PermissionError(13, "denied")))
+    assert remedy(caused(RuntimeError("writer"), OSError(28, "No space left on device")))
+    assert remedy(RuntimeError("[Errno 28] No space left on device"))
+    assert remedy(OSError(122, "quota"))
+    usage.free = 10**6
+    assert remedy(RuntimeError("PytorchStreamWriter failed"))
 
 
 def test_a_save_that_fails_before_its_folder_is_there_says_why(folder: Path) -> None:
