@@ -58,8 +58,8 @@ $(VENV)/.ready: setup.py requirements/constraints.txt tools/make_venv.sh tools/v
 .venv-newest/.ready: setup.py tools/make_venv.sh tools/venv_aside.sh
 	CONSTRAINTS=/dev/null PYTHON=$${PYTHON:-python3.13} tools/make_venv.sh .venv-newest
 
-.venv-oldest/.ready: setup.py tools/make_venv.sh tools/venv_aside.sh tools/lower_bounds.py
-	python3 tools/lower_bounds.py >requirements/oldest.txt
+.venv-oldest/.ready: setup.py tools/make_venv.sh tools/venv_aside.sh requirements/lower_bounds.py
+	python3 requirements/lower_bounds.py >requirements/oldest.txt
 	CONSTRAINTS=requirements/oldest.txt tools/make_venv.sh .venv-oldest
 
 .venv-te/.ready: $(VENV)/.ready requirements/te.txt tools/make_venv_te.sh

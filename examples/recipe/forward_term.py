@@ -34,7 +34,10 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, remember)
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return launcher.wait(SECONDS)
+            status = launcher.wait(SECONDS)
+            # Python gives a handled signal its default action back before it ends.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            return status
         if asked:
             told |= _tell(launcher.pid, told)
 

@@ -22,7 +22,7 @@ from megatron_anchor.patches import MEGATRON, TORCH, Patch
 def sigterm_blocked() -> Iterator[None]:
     """Block SIGTERM in this thread; processes started meanwhile keep the mask.
 
-    A signal that comes in between is delivered at the end.
+    A signal to this thread that comes in between is delivered at the end.
     """
     # Python's tracker of shared memory unblocks the signal where it is started in between.
     resource_tracker.ensure_running()

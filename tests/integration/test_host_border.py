@@ -38,7 +38,7 @@ REFUSED = {
     "--eval-iters 1": "--eval-iters 1 evaluates on the validation split, .* --split 100,0,0 leaves",
     "--apply-layernorm-1p": "--apply-layernorm-1p needs Transformer Engine",
     "--lr-warmup-iters 5": "--lr-warmup-iters 5 leaves nothing of the schedule's 3 iters",
-    "--save-interval 0 --save x": "--save x needs --save-interval",
+    "--save-interval 0 --save x": "--save-interval 0: expected 1 or more",
     # Megatron's own, which were tracebacks.
     "--max-position-embeddings 32": "Megatron refuses these arguments: max_position_embeddings",
     "--use-precision-aware-optimizer": "--use-precision-aware-optimizer: Transformer Engine is no",

@@ -144,9 +144,10 @@ def test_inspection_shows_domains_names_and_texts_escaped(shown):
 
 def test_merging_and_upsampling_show_names_escaped(shown):
     one, other = corpus(), corpus(f"b{NAME}", append_eod=False)
-    shown("merge", "--input", one, one, "--output-prefix", f"all{NAME}", "--no-progress", code=0)
+    like = corpus(f"c{NAME}")
+    shown("merge", "--input", one, like, "--output-prefix", f"all{NAME}", "--no-progress", code=0)
     shown("merge", "--input", one, "--output-prefix", f"x{NAME}", "--json", code=0)
-    for wrong in ([one, other], [f"none{NAME}"], [f"none{NAME}*"]):
+    for wrong in ([one, other], [one, one], [f"none{NAME}"], [f"none{NAME}*"]):
         told = shown("merge", "--input", *wrong, "--output-prefix", "y", code=2)
         assert r"\x1b" in told
     lists = f"list{NAME}.npy"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 import time
 
 import psutil
@@ -64,7 +64,7 @@ def test_a_signal_that_comes_meanwhile_is_delivered_after():
     before = signal.signal(signal.SIGTERM, lambda *_: got.append(1))
     try:
         with sigterm_blocked():
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
             assert not got
         assert got == [1]
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

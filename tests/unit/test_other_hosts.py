@@ -14,7 +14,7 @@ from megatron_anchor.errors import UserError
 from megatron_anchor.patches import MEGATRON, Patch, fits_host
 
 ROOT = Path(__file__).parents[2]
-LOWER = runpy.run_path(str(ROOT / "tools" / "lower_bounds.py"))["lower_bounds"]
+LOWER = runpy.run_path(str(ROOT / "requirements" / "lower_bounds.py"))["lower_bounds"]
 
 
 @pytest.fixture

@@ -205,11 +205,15 @@ def test_a_toy_run_refuses_what_it_cannot_do(tmp_path):
 
 PROGRAM = """\
 #!{python}
-# Stands for python: trains by waiting, saves when it is told to stop.
-import os, pathlib, signal, sys, time
+# Stands for python. As torchrun it starts one rank in a session of its own, which trains by
+# waiting, and saves when it is told to stop.
+import os, pathlib, signal, subprocess, sys, time
 
-if "torch.distributed.run" not in sys.argv:
+if sys.argv[1:3] == ["-m", "torch.distributed.run"]:
+    sys.exit(subprocess.call([__file__, "rank", *sys.argv[1:]], start_new_session=True))
+if sys.argv[1] != "rank":
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+launcher = os.getppid()
 run = pathlib.Path(sys.argv[sys.argv.index("--save") + 1])
 run.mkdir(parents=True, exist_ok=True)
 
@@ -222,7 +226,11 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 pathlib.Path("command").write_text(" ".join(sys.argv))
 pathlib.Path("begun").touch()
-time.sleep({seconds})
+deadline = time.monotonic() + {seconds}
+while time.monotonic() < deadline:
+    if os.getppid() != launcher:
+        sys.exit()
+    time.sleep(0.05)
 save()
 """
 
@@ -273,6 +281,20 @@ def test_a_job_that_is_told_to_end_saves_and_says_that_it_goes_on(training_job, 
     command = (tmp_path / "command").read_text()
     assert " --exit-signal-handler " in command
     assert " --signals-to-handle SIGINT,SIGHUP,SIGQUIT " in command
+
+
+def test_the_status_of_a_job_that_ended_stands_when_a_late_signal_comes():
+    late = """\
+import os, runpy, signal, sys
+
+forward = runpy.run_path(sys.argv[1])["main"]
+status = forward([sys.executable, "-c", "raise SystemExit(5)"])
+os.kill(os.getpid(), signal.SIGTERM)
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+sys.exit(status)
+"""
+    command = [sys.executable, "-c", late, ROOT / "examples/recipe/forward_term.py"]
+    assert subprocess.run(command, check=False).returncode == 5
 
 
 LAUNCHER = """\

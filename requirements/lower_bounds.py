@@ -1,6 +1,6 @@
 """Print the oldest versions that setup.py allows, as constraints for pip.
 
-    python tools/lower_bounds.py >oldest.txt
+    python requirements/lower_bounds.py >oldest.txt
 
 Only what every installation needs has a line: optional packages are the newest that go with it.
 """
