@@ -224,9 +224,10 @@ class AnchorRouter(TopKRouter):
         )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        # Megatron's own would combine [R, E] with [R].
-        mask_R1 = None if padding_mask is None else padding_mask[:, None]
-        super()._apply_expert_bias(routing_map, padding_mask=mask_R1)
+        # Megatron 0.19 would combine [R, E] with [R], and 0.20 takes no [R, 1].
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        super()._apply_expert_bias(routing_map)
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Balance the counted slots of the whole micro-batch; copies then go where the anchor goes.

@@ -20,6 +20,10 @@ GOOD = (
 )
 FLAGS = compat.host_flags()
 SWITCHED = {name: s for s, names in host_flags.READ_WITH.items() for name in names.split()}
+PINNED = pytest.mark.skipif(
+    not compat.host_version().startswith("0.19."),
+    reason="rows are held against the pinned Megatron; what another adds is refused where it is set",
+)
 NEEDY = {*host_flags.NEEDS_ITS_LAYERS, *host_flags.NEEDS_TRANSFORMER_ENGINE}
 
 
@@ -61,6 +65,7 @@ def other_value(action):
     return [value] if action.nargs in ("+", "*") else value
 
 
+@PINNED
 def test_no_argument_lacks_a_row_and_no_row_is_stale():
     assert set(FLAGS) - set(host_flags.ROWS) == set(), "say what becomes of these"
     assert set(host_flags.ROWS) - set(FLAGS) - set(host_flags.OPTIONAL) == set(), "Megatron lost"
@@ -119,7 +124,7 @@ def test_an_argument_without_effect_is_named_once_and_runs(good, actions, capsys
 
 def test_a_carried_argument_is_not_spoken_of(good, actions):
     for name, row in host_flags.ROWS.items():
-        if row.verdict != "carried" or name in NEEDY or name in SWITCHED:
+        if row.verdict != "carried" or name in NEEDY or name in SWITCHED or name not in actions:
             continue
         args = copy.copy(good)
         value = other_value(actions[name])

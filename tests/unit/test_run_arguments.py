@@ -32,6 +32,10 @@ ELSEWHERE = (
     | {"apply_layernorm_1p"}
 )
 """Rows of names that the host adds only in some runs, or had in earlier versions."""
+PINNED = pytest.mark.skipif(
+    not compat.host_version().startswith("0.19."),
+    reason="rows are held against the pinned Megatron; what another adds is refused where it is set",
+)
 NOT_THE_DEFAULT = {"swiglu", "normalization", "position_embedding_type"}
 """Flags that a run must set to be one of the families."""
 
@@ -48,6 +52,7 @@ def host():
     return {field.name for field in dataclasses.fields(TransformerConfig)}, flags
 
 
+@PINNED
 def test_every_field_of_the_model_config_and_every_flag_has_a_row(host):
     fields, flags = host
     assert len(fields) > 300
@@ -56,6 +61,7 @@ def test_every_field_of_the_model_config_and_every_flag_has_a_row(host):
     assert not set(flags) - ROWS
 
 
+@PINNED
 def test_no_row_is_stale_and_no_name_has_two(host):
     fields, flags = host
     assert not ROWS - fields - set(flags) - ELSEWHERE
@@ -63,6 +69,7 @@ def test_no_row_is_stale_and_no_name_has_two(host):
     assert sum(map(len, kinds)) == len(ROWS)
 
 
+@PINNED
 def test_what_the_host_reads_to_build_a_model_is_not_called_training(host):
     """Megatron's own translation of arguments is watched while it reads them."""
     fields, flags = host
