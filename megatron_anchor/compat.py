@@ -150,6 +150,10 @@ def build_gpt_model(config: Any, *, vp_stage: int | None = None) -> Any:
     return GPTModelBuilder(config).build_model(groups, vp_stage=vp_stage)
 
 
+_WITHOUT_TRANSFORMER_ENGINE = ("qk_clip", "log_max_attention_logit")
+"""Flags that Megatron validates by Transformer Engine's version, and this package serves itself."""
+
+
 def parse_and_validate_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
     *,
@@ -198,7 +202,11 @@ def parse_and_validate_args(
     def checking(validate_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
         def check_and_validate(args: Namespace, *defaults: Any) -> Namespace:
             check(args)
-            return validate_args(args, *defaults)
+            wanted = {name: getattr(args, name) for name in _WITHOUT_TRANSFORMER_ENGINE}
+            vars(args).update(dict.fromkeys(wanted, False))
+            validated = validate_args(args, *defaults)
+            vars(validated).update(wanted)
+            return validated
 
         return check_and_validate
 

@@ -12,9 +12,11 @@ G key/value heads, D and E dims of keys and values.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -29,6 +31,7 @@ from megatron_anchor.attention.backends.request import TRANSFORMER_ENGINE, ULYSS
 from megatron_anchor.attention.context_parallel import communication
 from megatron_anchor.attention.fused_rope import rotate_in_one_pass
 from megatron_anchor.attention.layer_window import layer_window
+from megatron_anchor.attention.max_logits import WatchedKernel
 from megatron_anchor.attention.packed import AnchorPackedSeqParams, require_packed
 from megatron_anchor.attention.position_embedding import refuse_own_positions
 from megatron_anchor.attention.rope import RotarySettings
@@ -108,7 +111,7 @@ class AnchorCoreAttention(MegatronModule):
             context_parallel, pg_collection, memory_limit=gather_memory
         )
         own_communication = context_parallel == TRANSFORMER_ENGINE and pg_collection.cp.size() > 1
-        self.kernel = bind_backend(
+        self.kernel: Callable[..., Tensor] = bind_backend(
             backend,
             Layer(
                 config=config,
@@ -118,6 +121,10 @@ class AnchorCoreAttention(MegatronModule):
                 cp_comm_type=cp_comm_type if own_communication else None,
             ),
         )
+        self.current_max_attn_logits: Tensor | None = None
+        """float32 [H], the largest logits since Megatron last looked (`qk_clip.clip_qk`)."""
+        if config.qk_clip or config.log_max_attention_logit:
+            self.kernel = WatchedKernel(self.kernel, self._note_max_logits)
         assert precision in ("model", "fp32"), precision
         self.precision = precision
         self.window = layer_window(config, self.layer_number, keeps_anchor=anchor_in_window)
@@ -181,6 +188,19 @@ class AnchorCoreAttention(MegatronModule):
                 sink_H=self.softmax_offset,
             )
         return out.flatten(2).to(dtype)
+
+    def _note_max_logits(self, max_h: Tensor) -> None:
+        """Keep what this rank's heads had; under Ulysses others' are -inf until Megatron asks."""
+        if not self.training:
+            return
+        group = self.communication.heads_group
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        max_H = max_h.new_full((size, len(max_h)), -torch.inf)
+        max_H[rank] = max_h
+        known = self.current_max_attn_logits
+        self.current_max_attn_logits = (
+            max_H.flatten() if known is None else torch.maximum(known, max_H.flatten())
+        )
 
     def _dropout_rng(self, dropout: float) -> Any:
         # Heads differ between tensor-parallel ranks, so their dropout must too. Under sequence

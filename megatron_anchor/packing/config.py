@@ -9,6 +9,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from megatron_anchor.errors import UserError
+from megatron_anchor.packing.fill_in_the_middle import FillInTheMiddle
 from megatron_anchor.packing.layout import Layout
 from megatron_anchor.packing.patterns import AttentionPattern, attention_pattern
 from megatron_anchor.packing.settings import PackingSettings
@@ -52,6 +53,9 @@ class PackedDatasetConfig(PackingSettings, GPTDatasetConfig):
     document_lists: dict[str, str] | None = None
     """Corpus prefix to the .npy of document ids (with repetitions) that make its training split's
     epoch; "" = the only corpus. Validation and test read the corpus as it is."""
+
+    fill_in_the_middle: FillInTheMiddle | None = None
+    """How documents are rearranged before they are packed; None = they are not."""
 
     attention_windows: LayerWindows = FULL
     """Windows of the model's layers, by which the work of samples is counted."""

@@ -20,7 +20,7 @@ import copy
 import json
 import logging
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ from megatron_anchor.packing.effective_context import (
 )
 from megatron_anchor.packing.epoch_planner import EpochPlanner, count_listed
 from megatron_anchor.packing.epochs import PlanFigures
+from megatron_anchor.packing.fill_in_the_middle import FillInTheMiddle
 from megatron_anchor.packing.identity import describe_documents, describe_file, without_paths
 from megatron_anchor.packing.index import Slices, concatenated_slices
 from megatron_anchor.packing.interleave import interleave
@@ -118,6 +119,7 @@ class PackedDataset(MegatronDataset):
         self._layout = replace(config.layout, tags=self._tags)
         self._document_list = self._find_document_list()
         self.target_weights = TargetWeights.open(dataset_path)
+        self._require_no_moved_weights()
         self.context_weights: ContextWeights | None = None
         """Weights by effective context, which all corpora of a blend share; None = 1."""
         self._identify(tags_identity)
@@ -251,6 +253,8 @@ class PackedDataset(MegatronDataset):
         table = Documents(self.dataset)
         begin = table.boundaries(documents) + self._own_anchors["own_anchor"][documents]
         content = table.boundaries(documents + 1) - begin
+        if (fill_in := self.config.fill_in_the_middle) is not None:
+            content = fill_in.lengths(documents, content)
         tag = self._tags.of(documents)
         common: dict[str, Any] = {
             "tag_P": tag,
@@ -342,19 +346,40 @@ class PackedDataset(MegatronDataset):
     def _read(self, slices: Slices) -> tuple[np.ndarray, Slices]:
         """Text that holds the slices, and the slices with their places in it.
 
-        With memory-mapped files this is the whole .bin and nothing is read yet; else the slices
-        are read one by one, each with the token behind it where that is the last label.
+        With memory-mapped files this is the whole .bin and nothing is read yet; else, and where
+        documents are rearranged, the slices are read one by one, each with the token behind it
+        where that is the last label.
         """
-        reader, dtype = self.dataset.bin_reader, self.dataset.index.dtype
-        if self.dataset.mmap:
-            count = Documents(self.dataset).num_tokens
-            return reader.read(dtype=dtype, count=count, offset=0), slices
-        itemsize, counts = np.dtype(dtype).itemsize, slices.tokens_read
-        texts = [
-            reader.read(dtype=dtype, count=int(count), offset=int(start) * itemsize)
-            for start, count in zip(slices.start, counts, strict=True)
-        ]
+        counts = slices.tokens_read
+        if self.config.fill_in_the_middle is not None:
+            texts = self._read_rearranged(self.config.fill_in_the_middle, slices)
+        elif self.dataset.mmap:
+            return self._tokens(0, Documents(self.dataset).num_tokens), slices
+        else:
+            texts = [self._tokens(*place) for place in zip(slices.start, counts, strict=True)]
         return np.concatenate(texts), slices._replace(start=np.cumsum(counts) - counts)
+
+    def _tokens(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens of the .bin from the token `start` on."""
+        reader, dtype = self.dataset.bin_reader, self.dataset.index.dtype
+        offset = int(start) * np.dtype(dtype).itemsize
+        return np.asarray(reader.read(dtype=dtype, count=int(count), offset=offset))
+
+    def _read_rearranged(self, fill_in: FillInTheMiddle, slices: Slices) -> list[np.ndarray]:
+        """The tokens of each slice, of documents as `fill_in` rearranges them."""
+        table = Documents(self.dataset)
+        begin = table.boundaries(slices.document) + self._own_anchors["own_anchor"][slices.document]
+        content = table.boundaries(slices.document + 1) - begin
+        chosen = fill_in.is_chosen(slices.document, content)
+        texts = []
+        for p, count in enumerate(slices.tokens_read):
+            if not chosen[p]:
+                texts.append(self._tokens(slices.start[p], count))
+                continue
+            whole = fill_in.rearranged(int(slices.document[p]), self._tokens(begin[p], content[p]))
+            first = slices.start[p] - begin[p]
+            texts.append(whole[first : first + count])
+        return texts
 
     def _foreign_token_error(self, idx: int | None) -> UserError:
         """Where a sample's first token outside the vocabulary stands, for the user."""
@@ -382,6 +407,8 @@ class PackedDataset(MegatronDataset):
             document_list=describe_file(self._document_list),
             domain_tags=tags_identity,
         )
+        if (fill_in := self.config.fill_in_the_middle) is not None:
+            self.unique_identifiers["fill_in_the_middle"] = asdict(fill_in)
         self.unique_description = json.dumps(self.unique_identifiers, indent=4)
         self.unique_description_hash = digest(self.unique_identifiers)
 
@@ -430,6 +457,13 @@ class PackedDataset(MegatronDataset):
                 "--domain-tag-format or raise --seq-length"
             )
         return tags, identity
+
+    def _require_no_moved_weights(self) -> None:
+        if self.config.fill_in_the_middle is not None and self.target_weights is not None:
+            raise UserError(
+                f"the corpus {self.dataset_path} has weights for its tokens, and --fim-data moves "
+                "them to other places; leave out --fim-data, or read a corpus without weights"
+            )
 
     def _find_document_list(self) -> str | None:
         """The document list of this corpus; only training reads it."""

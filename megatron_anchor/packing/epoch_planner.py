@@ -89,8 +89,11 @@ class EpochPlanner:
 
     @cached_property
     def content_lengths(self) -> np.ndarray:
-        """int32 tokens of every document of the corpus behind its anchor."""
-        return self._table.content_lengths(self._own_anchors["own_anchor"])
+        """int32 tokens of every document of the corpus behind its anchor, as they will be read."""
+        content_D = self._table.content_lengths(self._own_anchors["own_anchor"])
+        if (fill_in := self._config.fill_in_the_middle) is not None:
+            return fill_in.lengths(np.arange(len(content_D)), content_D)
+        return content_D
 
     @cached_property
     def _prefix_slots(self) -> np.ndarray:

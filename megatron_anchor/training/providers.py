@@ -37,6 +37,7 @@ from megatron_anchor.training.arguments import (
 from megatron_anchor.training.context_parallel import context_parallel
 from megatron_anchor.training.data_arguments import evaluates
 from megatron_anchor.training.data_needs import require_enough, validation_samples
+from megatron_anchor.training.fill_in_rules import fill_in_the_middle
 from megatron_anchor.training.full_validation import whole_batches
 from megatron_anchor.training.latent_rules import is_latent
 from megatron_anchor.training.same_data import require_same_data
@@ -153,6 +154,7 @@ def dataset_config(args: Namespace, tokenizer: Any) -> PackedDatasetConfig:
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         anchor_token_id=anchor_token_id(args, tokenizer),
+        fill_in_the_middle=fill_in_the_middle(args, tokenizer),
         document_lists=document_lists(args.document_list, blend, blend_per_split),
         attention_windows=model_windows(args),
         context_parts=context_parallel(args).split.parts,

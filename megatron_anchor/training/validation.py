@@ -24,9 +24,11 @@ from megatron_anchor.packing.patterns import attention_patterns
 from megatron_anchor.terminal import say
 from megatron_anchor.training import (
     data_arguments,
+    fill_in_rules,
     host_flags,
     last_checkpoints,
     latent_rules,
+    logit_rules,
     multi_token_rules,
     number_rules,
     run_rules,
@@ -381,9 +383,11 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _backend,
     _host_features,
     latent_rules.refusals,
+    logit_rules.refusals,
     multi_token_rules.refusals,
     _experts,
     data_arguments.refusals,
+    fill_in_rules.refusals,
     run_rules.refusals,
     sharding_rules.refusals,
     _batches,

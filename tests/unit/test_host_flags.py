@@ -22,7 +22,7 @@ FLAGS = compat.host_flags()
 SWITCHED = {name: s for s, names in host_flags.READ_WITH.items() for name in names.split()}
 PINNED = pytest.mark.skipif(
     not compat.host_version().startswith("0.19."),
-    reason="rows are held against the pinned Megatron; what another adds is refused where it is set",
+    reason="rows are held against the pinned Megatron; others' additions are refused when set",
 )
 NEEDY = {*host_flags.NEEDS_ITS_LAYERS, *host_flags.NEEDS_TRANSFORMER_ENGINE}
 

@@ -34,7 +34,7 @@ ELSEWHERE = (
 """Rows of names that the host adds only in some runs, or had in earlier versions."""
 PINNED = pytest.mark.skipif(
     not compat.host_version().startswith("0.19."),
-    reason="rows are held against the pinned Megatron; what another adds is refused where it is set",
+    reason="rows are held against the pinned Megatron; others' additions are refused when set",
 )
 NOT_THE_DEFAULT = {"swiglu", "normalization", "position_embedding_type"}
 """Flags that a run must set to be one of the families."""

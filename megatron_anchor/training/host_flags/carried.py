@@ -13,7 +13,8 @@ CARRIED: dict[str, str] = {
         no_rope_freq max_position_embeddings kv_channels num_attention_heads group_query_attention
         num_query_groups attention_dropout context_parallel_size cp_comm_type
         hierarchical_context_parallel_sizes attention_backend flash_attention_version
-        deterministic_mode window_size window_attn_skip_freq softmax_type
+        deterministic_mode window_size window_attn_skip_freq softmax_type log_max_attention_logit
+        qk_clip qk_clip_alpha qk_clip_threshold
     """,
     "this package, with --multi-latent-attention": """
         multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
@@ -27,6 +28,10 @@ CARRIED: dict[str, str] = {
         per_split_data_args_path data_cache_path mmap_bin_files seq_length encoder_seq_length
         num_dataset_builder_threads mid_level_dataset_surplus multiple_validation_sets
         full_validation phase_transition_iterations iterations_to_skip
+    """,
+    "this package: documents are rearranged before they are packed": """
+        fim_data fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token
+        fim_eod_token
     """,
     "this package: forward step and loss": """
         micro_batch_size eval_micro_batch_size calculate_per_token_loss
@@ -209,6 +214,9 @@ CARRIED: dict[str, str] = {
 """Who reads the arguments, by their names in Megatron's namespace."""
 
 READ_WITH: dict[str, str] = {
+    "qk_clip": "qk_clip_alpha qk_clip_threshold",
+    "fim_data": "fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token "
+    "fim_eod_token",
     "multi_latent_attention": "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
     "mla_down_proj_fusion rope_type rotary_scaling_factor mscale mscale_all_dim",
     "mtp_num_layers": "mtp_loss_scaling_factor mtp_use_repeated_layer",

@@ -18,6 +18,10 @@ _HETEROGENEOUS = (
     "layers of different shapes have their own layer spec; train such a model with Megatron's own "
     "pretrain_gpt.py"
 )
+_FRAGMENTS = (
+    "--fim-data rearranges whole documents here; make every fragment a document of the corpus and "
+    "leave it out"
+)
 _KITCHEN = "never run with packed documents; leave it out"
 
 REFUSED: dict[str, str] = {
@@ -27,8 +31,6 @@ REFUSED: dict[str, str] = {
     "linear_attention_freq": "linear-attention layers are not built here, but checkpoints would be "
     "written as if they were; leave it out",
     "use_kitchen_attention": "it would replace this package's attention; leave it out",
-    "qk_clip": "the kernels do not report logits; leave it out",
-    "log_max_attention_logit": "the kernels do not report logits; leave it out",
     "batch_invariant_mode": "it pins the kernels of Megatron's own attention, which is not called "
     "here; leave it out",
     "spec": "the layer spec is ours; in your own program take "
@@ -43,7 +45,10 @@ REFUSED: dict[str, str] = {
     # Data: samples are packed here.
     "mock_data": "packing needs real documents; `make demo` builds a small corpus",
     "sft": "its dataset packs by itself; use a plain .bin/.idx corpus",
-    "fim_data": "fill-in-the-middle rewrites samples after packing; leave it out",
+    "fim_split_sample": _FRAGMENTS,
+    "fim_fragment_rate": _FRAGMENTS,
+    "fim_no_prefix": "it looks at text, and --fim-data rearranges tokens here; leave such "
+    "documents out of the corpus, or leave it out",
     "reset_position_ids": "use --attention-pattern intra-document-reset",
     "reset_attention_mask": "use --attention-pattern intra-document",
     "dataloader_inter_document_masking": "--attention-pattern intra-document-reset is that mask, "

@@ -29,7 +29,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "packed datasets read no object stores": "object_storage_cache_path",
     "the block spec used here builds dense MLPs without it": "use_grouped_gemm_for_dense_mlp",
     # Settings of something that is refused, or is not built here.
-    "read with --qk-clip only, which is refused": "qk_clip_alpha qk_clip_threshold",
     "read with --experimental-attention-variant only, which is refused": """
         dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq
         dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
@@ -62,10 +61,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         logits_load_decode_threads logits_load_prefetch_factor logits_load_msc_prefetch_depth
         logits_load_kd_loss_alpha logits_load_ignore_errors
     """,
-    "read with --fim-data only, which is refused": """
-        fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token
-        fim_middle_token fim_suffix_token fim_pad_token fim_eod_token
-    """,
+    "documents that --fim-data rearranges are packed and not padded": "fim_pad_token",
     "read with --sft only, which is refused": "sft_tokenizer_prompt_format",
     "read in hybrid models only, which are refused": """
         mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
