@@ -1,7 +1,9 @@
 """Megatron's own argument sets, parsed by our program's parser and judged by its refusals.
 
-    MEGATRON_CHECKOUT=/path/to/Megatron-LM python -m tests.host_argument_sets [--each] \\
-        [--add "--position-embedding-type rope"]
+    MEGATRON_CHECKOUT=/path/to/Megatron-LM python -m tests.host_argument_sets [--each] [--json] \\
+        [--add "--position-embedding-type rope"] [--scripts FOLDER]
+
+`benchmarks/argument_sets.py` makes a page of it, and trains what is accepted.
 
 Three kinds: the functional tests of GPT, MoE and Mixtral whose recipe names pretrain_gpt.py or no
 program, the launch scripts in examples/, and the launch lines of docs/. Nothing is trained, and no
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -29,7 +32,7 @@ from unittest import mock
 
 PROGRAM = "pretrain_gpt.py"
 FAMILIES = ("gpt", "moe", "mixtral")
-STAND_INS = ("torchrun", "python", "python3", "srun", "ft_launcher")
+STAND_INS = ("torchrun", "python", "python3", "srun", "mpirun", "ft_launcher")
 
 
 class ArgumentSet(NamedTuple):
@@ -68,6 +71,13 @@ def launch_scripts(root: Path) -> Iterator[ArgumentSet]:
                 yield ArgumentSet(name, words)
 
 
+def scripts_of(folder: Path) -> Iterator[ArgumentSet]:
+    """What the scripts of a folder start; they are run, with stand-ins for the programs."""
+    for path in sorted(folder.rglob("*.sh")):
+        for words in _started_by(path):
+            yield ArgumentSet(str(path.relative_to(folder)), words)
+
+
 def launch_lines(root: Path) -> Iterator[ArgumentSet]:
     """The command lines of the documentation; most are fragments."""
     for path in sorted((root / "docs").rglob("*.md")):
@@ -94,10 +104,11 @@ def reasons(words: list[str], *, world_size: int = 8) -> list[str]:
     with (
         mock.patch.object(sys, "argv", ["pretrain_gpt", *words]),
         mock.patch.dict(os.environ, {"WORLD_SIZE": str(world_size), "RANK": "0"}),
-        mock.patch.object(validation, "this_hardware", return_value=h100),
-        mock.patch.object(compat, "have_transformer_engine", return_value=True),
-        mock.patch.object(compat, "have_fused_weight_gradient", return_value=True),
-        mock.patch.object(compat, "is_installed", return_value=True),
+        # Earlier versions, which are judged too, do not ask all of this.
+        mock.patch.object(validation, "this_hardware", return_value=h100, create=True),
+        mock.patch.object(compat, "have_transformer_engine", return_value=True, create=True),
+        mock.patch.object(compat, "have_fused_weight_gradient", return_value=True, create=True),
+        mock.patch.object(compat, "is_installed", return_value=True, create=True),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         try:
@@ -211,23 +222,34 @@ def _flat(words: list[str]) -> list[str]:
     return shlex.split(whole[0]) if whole else words
 
 
+def sources(root: Path, scripts: Path | None = None) -> dict[str, Iterator[ArgumentSet]]:
+    """Title to sets."""
+    found = {
+        "functional tests": functional_tests(root),
+        "launch scripts of examples/": launch_scripts(root),
+        "launch lines of docs/": launch_lines(root),
+    }
+    return found if scripts is None else found | {"scripts of others": scripts_of(scripts)}
+
+
 def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--each", action="store_true", help="name every set and all its reasons")
     parser.add_argument("--add", default="", help="arguments that every set is given besides")
+    parser.add_argument("--json", action="store_true", help="one JSON object per kind of sets")
+    parser.add_argument("--scripts", type=Path, help="folder with launch scripts of others")
     options = parser.parse_args()
     root = checkout()
     if root is None:
         parser.error("set MEGATRON_CHECKOUT to a checkout of Megatron-LM")
-    for title, sets in (
-        ("functional tests", functional_tests(root)),
-        ("launch scripts of examples/", launch_scripts(root)),
-        ("launch lines of docs/", launch_lines(root)),
-    ):
+    for title, sets in sources(root, options.scripts).items():
         tally = Tally()
         for one in sets:
             tally.add(one._replace(words=[*one.words, *shlex.split(options.add)]))
+        if options.json:
+            print(json.dumps({title: vars(tally)}))
+            continue
         total = len(tally.accepted) + len(tally.refused)
         print(f"\n## {title}: {total} sets, {len(tally.accepted)} accepted\n")
         print("| refused | of these alone | reason |\n|---|---|---|")
