@@ -75,13 +75,19 @@ def cases(options: argparse.Namespace, accepted: set[str]) -> list[Case]:
     return list(found.values())
 
 
-def train_all(given: list[Case], every: int) -> list[tuple[Case, Trained]]:
-    """Train every so-manieth case; say each as it ends."""
+def train_all(given: list[Case], every: int, record: Path | None) -> list[tuple[Case, Trained]]:
+    """Train every so-manieth case, but for those of the record; say each as it ends."""
+    known = json.loads(record.read_text()) if record and record.exists() else {}
     ended = []
     with tempfile.TemporaryDirectory() as folder:
         corpus = corpus_for_all(Path(folder))
         for number, case in enumerate(given[::every]):
-            ended.append((case, train(case.small, corpus)))
+            key = fingerprint(case.small)
+            if key not in known:
+                known[key] = train(case.small, corpus)
+                if record:
+                    record.write_text(json.dumps(known))
+            ended.append((case, Trained(*known[key])))
             print(number + 1, case.small.ranks, case.names[0], *ended[-1][1], flush=True)
     return ended
 
@@ -197,6 +203,9 @@ def main() -> None:
     )
     parser.add_argument("--scripts", type=Path, help="folder with launch scripts of others")
     parser.add_argument("--every", type=int, default=1, help="train every so-manieth set [1]")
+    parser.add_argument(
+        "--record", type=Path, help="JSON of what has trained, gone on with if it is there"
+    )
     parser.add_argument("--output", type=Path, help="[docs/measurements/DATE-argument-sets.md]")
     options = parser.parse_args()
     kinds = {"written": [], "rope": ROPE}
@@ -205,7 +214,7 @@ def main() -> None:
     if options.before:
         before = {how: judge(options, options.before, *more) for how, more in kinds.items()}
     given = cases(options, set(now["rope"]["functional tests"].accepted))
-    ended = train_all(given, options.every)
+    ended = train_all(given, options.every, options.record)
     name = f"docs/measurements/{date.today().isoformat()}-argument-sets.md"
     (options.output or ROOT / name).write_text(page(before, now, given, ended))
 

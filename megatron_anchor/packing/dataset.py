@@ -54,6 +54,7 @@ from megatron_anchor.packing.index import Slices, concatenated_slices
 from megatron_anchor.packing.interleave import interleave
 from megatron_anchor.packing.layout import lay_out
 from megatron_anchor.packing.length_schedule import cut
+from megatron_anchor.packing.object_storage import open_stored, stored_identity
 from megatron_anchor.packing.sample_index import SampleIndex
 from megatron_anchor.packing.target_weights import SliceWeights, slice_weights
 from megatron_anchor.packing.vocabulary import find_token_outside, ids_are_inside
@@ -114,7 +115,7 @@ class PackedDataset(MegatronDataset):
             dataset, dataset_path, indices, num_samples, index_split, without_tokenizer
         )
         self.config: PackedDatasetConfig = config
-        self._corpus = {"path": dataset_path, **inspect_corpus(dataset_path).identity}
+        self._corpus = {"path": dataset_path, **self._corpus_identity()}
         self._tags, tags_identity = self._open_tags()
         self._layout = replace(config.layout, tags=self._tags)
         self._document_list = self._find_document_list()
@@ -162,13 +163,10 @@ class PackedDataset(MegatronDataset):
 
         Raises:
             FileNotFoundError: a file is missing.
-            UserError: a file is damaged, or the path is in an object store.
+            UserError: a file is damaged, or a corpus in an object store cannot be opened.
         """
         if is_object_storage_path(dataset_path):
-            raise UserError(
-                f"the corpus {dataset_path} is in an object store, which packed datasets do not "
-                "read: copy it to a file system and name that path"
-            )
+            return open_stored(dataset_path, config.object_storage_cache_path)
         inspect_corpus(dataset_path)
         return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
 
@@ -440,6 +438,11 @@ class PackedDataset(MegatronDataset):
             f"document with a token ({len(self.indices)} documents, all empty or nothing but an "
             "anchor); give it a larger share with --split, or another corpus"
         )
+
+    def _corpus_identity(self) -> dict[str, Any]:
+        if is_object_storage_path(self.dataset_path):
+            return stored_identity(self.dataset_path, self.config.object_storage_cache_path)
+        return inspect_corpus(self.dataset_path).identity
 
     def _open_tags(self) -> tuple[DomainTags, dict[str, Any] | None]:
         if not self.config.domain_tags:

@@ -150,6 +150,8 @@ def adapted_defaults() -> dict[str, Any]:
         "apply_rope_fusion": False,
         # What Megatron's own pretrain_gpt.py takes where the command line names none.
         "tokenizer_type": "GPT2BPETokenizer",
+        # What Megatron took until it lost its default, and now divides by.
+        "eval_interval": 1000,
     }
     if not compat.have_transformer_engine():
         defaults["transformer_impl"] = "local"

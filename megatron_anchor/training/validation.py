@@ -31,6 +31,7 @@ from megatron_anchor.training import (
     logit_rules,
     multi_token_rules,
     number_rules,
+    object_storage_rules,
     run_rules,
     saved_checkpoints,
     sharding_rules,
@@ -303,11 +304,6 @@ def _backend(args: Namespace) -> Iterator[str]:
 
 def _host_features(args: Namespace) -> Iterator[str]:
     """What the host would answer with a bare assertion or traceback, or not at all."""
-    if args.eval_interval is None:
-        yield (
-            "--eval-interval is missing: Megatron needs it even with --eval-iters 0; any number "
-            "larger than --train-iters will do"
-        )
     if args.full_validation and (
         args.num_layers_per_virtual_pipeline_stage
         or args.num_virtual_stages_per_pipeline_rank
@@ -388,6 +384,7 @@ RULES: tuple[Callable[[Namespace], Iterator[str]], ...] = (
     _experts,
     data_arguments.refusals,
     fill_in_rules.refusals,
+    object_storage_rules.refusals,
     run_rules.refusals,
     sharding_rules.refusals,
     _batches,

@@ -7,7 +7,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_anchor.packing.fill_in_the_middle import FillInTheMiddle
-from tests.distributed.pretraining import EOD, pretrain, write_corpus
+from tests.distributed.pretraining import EOD, pretrain, read_scalars, write_corpus
+from tests.distributed.ranks import run_ranks
 from tests.unit import packing_oracle
 
 LENGTHS = [7, 90, 3, 70, 11, 33, 24, 20] * 4
@@ -100,3 +101,27 @@ def test_clipping_bounds_logits_where_they_exceed_it_and_only_there(train, laten
     assert tight["lm loss"][0] == free["lm loss"][0]
     assert tight["max_attention_logit"][0] == free["max_attention_logit"][0]
     assert (tight["max_attention_logit"][1:] < free["max_attention_logit"][1:] / 2).all()
+
+
+def from_a_store(arguments, store):
+    """One rank of a run that reads its corpus from a folder as object store."""
+    from megatron_anchor import compat
+    from tests.distributed.pretraining import run_program
+    from tests.fake_store import Store, installed
+
+    found = compat.is_installed
+    compat.is_installed = lambda module: module == "boto3" or found(module)
+    with installed(Store(store)):
+        run_program(arguments)
+
+
+def test_a_corpus_in_an_object_store_trains_as_its_files_do(folder, train):
+    scalars = folder / "stored"
+    arguments = (
+        f"--train-iters 4 --data-path s3://bucket/plain --object-storage-cache-path {folder}/idx "
+        f"--data-cache-path {folder}/samples --tensorboard-dir {scalars} "
+        "--context-parallel-size 2 --cp-comm-type a2a"
+    )
+    run_ranks(from_a_store, 2, arguments, folder)
+    found, plain = read_scalars(scalars)["lm loss"], train("")["lm loss"]
+    np.testing.assert_allclose([*found.values()], plain, rtol=1e-6)

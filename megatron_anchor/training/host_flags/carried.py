@@ -28,6 +28,7 @@ CARRIED: dict[str, str] = {
         per_split_data_args_path data_cache_path mmap_bin_files seq_length encoder_seq_length
         num_dataset_builder_threads mid_level_dataset_surplus multiple_validation_sets
         full_validation phase_transition_iterations iterations_to_skip
+        object_storage_cache_path
     """,
     "this package: documents are rearranged before they are packed": """
         fim_data fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token

@@ -26,7 +26,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "packed datasets read and check their index in their own way": """
         per_dataset_sequences_path dataloader_fast_cache_load dataloader_defer_npy_index_mmap
     """,
-    "packed datasets read no object stores": "object_storage_cache_path",
     "the block spec used here builds dense MLPs without it": "use_grouped_gemm_for_dense_mlp",
     # Settings of something that is refused, or is not built here.
     "read with --experimental-attention-variant only, which is refused": """
