@@ -22,6 +22,8 @@ from tests.host_argument_sets import ArgumentSet
 Flags = dict[str, list[str]]
 
 STEPS = 2
+MOST_RANKS = 8
+FIM_TOKENS = {"prefix": 120, "suffix": 121, "middle": 122, "eod": EOD}
 SIZES = {
     "--hidden-size": "64",
     "--ffn-hidden-size": "96",
@@ -65,7 +67,7 @@ AT_MOST = {
     "--pipeline-model-parallel-size": 2,
     "--context-parallel-size": 2,
     "--expert-model-parallel-size": 2,
-    "--expert-tensor-parallel-size": 2,
+    "--expert-tensor-parallel-size": 4,
     "--micro-batch-size": 2,
     "--num-experts": 8,
     "--moe-router-topk": 2,
@@ -76,7 +78,7 @@ AT_MOST = {
 NOT_HERE = """
     --data-cache-path --load --merge-file --vocab-file --tokenizer-model --tensorboard-dir
     --save --save-interval --save-retain-interval --async-save --async-strategy
-    --use-persistent-ckpt-worker --async-ckpt-use-cpu-shm --verify-integrity --ckpt-format
+    --use-persistent-ckpt-worker --async-ckpt-use-cpu-shm --verify-integrity
     --ckpt-assume-constant-structure --ckpt-fully-parallel-load --ckpt-fully-parallel-save
     --no-ckpt-fully-parallel-save --dist-ckpt-strictness --dist-ckpt-optim-fully-reshardable
     --auto-detect-ckpt-format --finetune --no-load-optim --use-checkpoint-opt_param-scheduler
@@ -92,7 +94,8 @@ GPU_ONLY = """
     --tp-comm-overlap --tp-comm-overlap-cfg --moe-permute-fusion --moe-router-fusion
     --moe-flex-dispatcher-backend --delay-wgrad-compute --use-transformer-engine-op-fuser
     --apply-layernorm-1p --te-rng-tracker --fine-grained-activation-offloading --offload-modules
-    --optimizer --muon-momentum --muon-extra-scale-factor --muon-scale-mode
+    --cp-comm-type --hierarchical-context-parallel-sizes --defer-embedding-wgrad-compute
+    --wgrad-deferral-limit --optimizer --muon-momentum --muon-extra-scale-factor --muon-scale-mode
 """
 """What a GPU, Transformer Engine or a package that is not pinned (emerging-optimizers) has."""
 
@@ -127,6 +130,12 @@ def shrink(one: ArgumentSet) -> Shrunk:
     _set_stages(flags)
     if flags.get("--moe-token-dispatcher-type") == ["flex"]:
         flags["--moe-token-dispatcher-type"] = ["alltoall"]
+    if flags.get("--ckpt-format") == ["torch_dist"]:
+        del flags["--ckpt-format"]  # the default; others go with other flags
+    if "--fim-data" in flags:
+        flags |= {f"--fim-{part}-token": [str(token)] for part, token in FIM_TOKENS.items()}
+    if _ranks(flags) > MOST_RANKS:
+        flags["--expert-tensor-parallel-size"] = ["2"]
     ranks = _ranks(flags)
     _set_batches(flags, ranks)
     flags |= {flag: [SIZES[flag]] for flag in ("--tokenizer-type", "--vocab-size", "--num-workers")}

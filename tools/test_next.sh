@@ -37,7 +37,8 @@ if [[ $# -eq 0 ]]; then
         tests/unit/test_run_arguments.py tests/unit/test_packing_training.py \
         tests/unit/test_saved_checkpoints.py tests/unit/test_multi_token.py \
         tests/integration/test_host_border.py tests/integration/test_host_argument_sets.py \
-        tests/distributed/test_training_curves.py tests/distributed/test_router.py
+        tests/distributed/test_training_curves.py tests/distributed/test_router.py \
+        tests/distributed/test_host_flag_curves.py
 fi
 
 folder=$(mktemp -d)

@@ -70,15 +70,9 @@ def test_a_rank_that_does_not_see_the_copy_says_so(tmp_path, monkeypatch):
 
 
 def namespace(**changed):
-    usual = dict.fromkeys(
-        [
-            "data_args_path",
-            "train_data_path",
-            "valid_data_path",
-            "test_data_path",
-            "per_split_data_args_path",
-        ]
-    )
+    lists = ("data_args_path", "per_split_data_args_path")
+    splits = [f"{split}_data_path" for split in ("train", "valid", "test")]
+    usual = dict.fromkeys([*lists, *splits])
     usual |= {"data_path": ["s3://bucket/corpus"], "domain_tags": False, "enable_msc": False}
     return SimpleNamespace(
         **(usual | {"object_storage_cache_path": "a", "data_cache_path": "b"} | changed)
