@@ -25,13 +25,15 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 PROGRAM = "pretrain_gpt.py"
 FAMILIES = ("gpt", "moe", "mixtral")
+POSITIONAL = ("/checkpoints", "/logs", "/tokenizer", "/data", "/x", "/y")
+SLURM = ("SLURM_NNODES=4", "SLURM_GPUS_PER_NODE=8", "SLURM_NTASKS=32", "SLURM_JOBID=1")
 STAND_INS = ("torchrun", "python", "python3", "srun", "mpirun", "ft_launcher")
 
 
@@ -66,7 +68,7 @@ def launch_scripts(root: Path) -> Iterator[ArgumentSet]:
     """What the scripts of examples/ start, seen by running them with stand-ins for all programs."""
     for path in sorted((root / "examples").rglob("*.sh")):
         if PROGRAM in path.read_text():
-            for number, words in enumerate(_started_by(path)):
+            for number, words in enumerate(_started_by(path, positional=POSITIONAL)):
                 name = str(path.relative_to(root)) + (f" ({number + 1})" if number else "")
                 yield ArgumentSet(name, words)
 
@@ -74,7 +76,7 @@ def launch_scripts(root: Path) -> Iterator[ArgumentSet]:
 def scripts_of(folder: Path) -> Iterator[ArgumentSet]:
     """What the scripts of a folder start; they are run, with stand-ins for the programs."""
     for path in sorted(folder.rglob("*.sh")):
-        for words in _started_by(path):
+        for words in _started_by(path, *SLURM):
             yield ArgumentSet(str(path.relative_to(folder)), words)
 
 
@@ -118,6 +120,33 @@ def reasons(words: list[str], *, world_size: int = 8) -> list[str]:
             return [f"not parsed: {str(error).splitlines()[0]}"]
         except SystemExit:  # an earlier version's parser
             return [f"not parsed: {said.getvalue().splitlines()[-1].split('error: ')[-1]}"]
+
+
+def without_unknown(words: list[str]) -> tuple[list[str], list[str]]:
+    """Leave out what Megatron's own parser refuses: flags of forks and of other versions.
+
+    Returns:
+        The rest, and the flags that were left out (with values that are no choices).
+    """
+    words, left_out = list(words), []
+    while said := next((r for r in reasons(words) if r.startswith("not parsed: ")), None):
+        if found := re.match(r"not parsed: unrecognized arguments: (.*)", said):
+            unknown = set(found[1].split())
+            left_out += [word for word in words if word in unknown and word.startswith("--")]
+            words = [word for word in words if word not in unknown]
+            continue
+        found = re.match(
+            r"not parsed: argument (--[\w-]+)[^:]*: (?:invalid choice: '(.*?)')?", said
+        )
+        if found is None or found[1] not in words:
+            return words, left_out
+        left_out.append(" ".join(filter(None, found.groups())))
+        first = words.index(found[1])
+        last = first + 1
+        while last < len(words) and not words[last].startswith("--"):
+            last += 1
+        del words[first:last]
+    return words, left_out
 
 
 def kind_of(reason: str) -> str:
@@ -189,8 +218,14 @@ def _after_the_program(words: list[str]) -> list[str]:
     return [word for word in words[place + 1 :] if word not in ("...", "\\")]
 
 
-def _started_by(script: Path) -> list[list[str]]:
-    """Command lines of our program that a script hands to torchrun and its like."""
+def _started_by(script: Path, *variables: str, positional: Sequence[str] = ()) -> list[list[str]]:
+    """Command lines of our program that a script hands to torchrun and its like.
+
+    Args:
+        script: a bash script; all programs but the stand-ins are missing when it runs.
+        variables: NAME=VALUE of its environment.
+        positional: its own arguments.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         for name in STAND_INS:
@@ -201,12 +236,9 @@ def _started_by(script: Path) -> list[list[str]]:
             stand_in.chmod(0o755)
         Path(folder, PROGRAM).touch()  # scripts look whether it is there
         environment = {"PATH": folder, "HOME": folder}
+        environment |= dict(variable.split("=", 1) for variable in variables)
         subprocess.run(
-            [
-                "/bin/bash",
-                str(script),
-                *("/checkpoints", "/logs", "/tokenizer", "/data", "/x", "/y"),
-            ],
+            ["/bin/bash", str(script.resolve()), *positional],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,

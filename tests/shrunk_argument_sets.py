@@ -134,8 +134,7 @@ def shrink(one: ArgumentSet) -> Shrunk:
         del flags["--ckpt-format"]  # the default; others go with other flags
     if "--fim-data" in flags:
         flags |= {f"--fim-{part}-token": [str(token)] for part, token in FIM_TOKENS.items()}
-    if _ranks(flags) > MOST_RANKS:
-        flags["--expert-tensor-parallel-size"] = ["2"]
+    _set_expert_shares(flags)
     ranks = _ranks(flags)
     _set_batches(flags, ranks)
     flags |= {flag: [SIZES[flag]] for flag in ("--tokenizer-type", "--vocab-size", "--num-workers")}
@@ -215,6 +214,19 @@ def _set_stages(flags: Flags) -> None:
     flags["--num-layers"] = [str(layers)]
     if "--moe-layer-freq" in flags:
         flags["--moe-layer-freq"] = [f"([0]*1+[1]*{layers - 1})"]
+
+
+def _set_expert_shares(flags: Flags) -> None:
+    """Tensor parallelism of experts for which there are ranks, in an order that Megatron allows."""
+    flag = "--expert-tensor-parallel-size"
+    if "--use-tp-pp-dp-mapping" in flags and flag in flags:
+        tp, cp, ep = (
+            _number(flags, f"--{kind}-parallel-size")
+            for kind in ("tensor-model", "context", "expert-model")
+        )
+        flags[flag] = [str(max(1, tp * cp // ep))]
+    elif _ranks(flags) > MOST_RANKS:
+        flags[flag] = ["2"]
 
 
 def _ranks(flags: Flags) -> int:
