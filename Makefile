@@ -56,7 +56,7 @@ $(VENV)/.ready: setup.py requirements/constraints.txt tools/make_venv.sh tools/v
 	tools/make_venv.sh .venv-docs -r requirements/docs.txt
 
 .venv-newest/.ready: setup.py tools/make_venv.sh tools/venv_aside.sh
-	CONSTRAINTS=/dev/null PYTHON=$${PYTHON:-python3.13} tools/make_venv.sh .venv-newest
+	CONSTRAINTS=/dev/null PYTHON=$${PYTHON:-3.13} tools/make_venv.sh .venv-newest
 
 .venv-oldest/.ready: setup.py tools/make_venv.sh tools/venv_aside.sh requirements/lower_bounds.py
 	python3 requirements/lower_bounds.py >requirements/oldest.txt

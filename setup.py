@@ -30,7 +30,7 @@ setup(
         "safetensors>=0.5",
         "datasets>=4.0",
         "nltk>=3.9.1",
-        "tqdm>=4.66",
+        "tqdm>=4.66.3",
         "psutil>=6.0",  # Megatron's checkpoint writer imports it in its worker processes
         "einops>=0.8",
     ],

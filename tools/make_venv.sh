@@ -15,7 +15,8 @@ there is replaced, and kept if the new one cannot be finished.
   DIR        folder of the environment, from the root of the clone
   WHAT       for pip install: packages, -r FILE or -e PATH; default: -e '.[dev,plot,fast]', which is
              this package with its tests, plots and fast tokenizers (about 6 GB: torch)
-  PYTHON=... the interpreter, 3.12 or later; default: the first that is found
+  PYTHON=... the interpreter, 3.12 or later: a command, a path, or a version such as 3.13;
+             default: the first that is found
   CONSTRAINTS=... a file of versions for pip; default: requirements/constraints.txt
 
 example: PYTHON=/opt/python3.12/bin/python tools/make_venv.sh .venv
@@ -52,14 +53,24 @@ is_usable() {
 }
 
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-} python3.12 python3.13 python3 python \
-        "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[2-9]*/bin/python; do
+    local candidate candidates pyenv=${PYENV_ROOT:-${HOME:-}/.pyenv}/versions
+    if [[ ${PYTHON:-} =~ ^3\.[0-9]+$ ]]; then
+        candidates=("python$PYTHON" "$pyenv/$PYTHON".*/bin/python)
+    elif [[ -n ${PYTHON:-} ]]; then
+        candidates=("$PYTHON")
+    else
+        candidates=(python3.12 python3.13 python3 python "$pyenv"/3.1[2-9]*/bin/python)
+    fi
+    for candidate in "${candidates[@]}"; do
         if command -v "$candidate" >/dev/null 2>&1 && is_usable "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
+    if [[ -n ${PYTHON:-} ]]; then
+        echo "error: PYTHON=$PYTHON: no such Python >= 3.12 with the venv module" >&2
+        return 2
+    fi
     cat >&2 <<'MESSAGE'
 No Python >= 3.12 with the venv module was found (megatron-core 0.19 needs 3.12).
 Install one and run again:

@@ -39,6 +39,19 @@ def test_every_link_leads_somewhere(page):
             assert section in set(anchors(linked)), f"{page.name} links to {target}#{section}"
 
 
+def test_quoted_measurements_have_the_figures_of_their_page():
+    """A block quote that links to a page of measurements says nothing that is not there."""
+    quotes = 0
+    for page in PAGES:
+        for quote in re.findall(r"(?:^>.*\n)+", page.read_text(), re.MULTILINE):
+            for target in re.findall(r"\(([\w./-]*measurements/[\w./-]+\.md)\)", quote):
+                said = set(re.findall(r"\d[\d.]*\d|\d", quote.replace(target, "")))
+                there = set(re.findall(r"\d[\d.]*\d|\d", (page.parent / target).read_text()))
+                assert said <= there, f"{page.name} quotes {said - there}, not in {target}"
+                quotes += 1
+    assert quotes >= 3
+
+
 @every_page
 def test_every_path_of_ours_exists(page):
     words = re.findall(r"[\w./-]+", page.read_text(encoding="utf-8"))

@@ -106,6 +106,24 @@ def test_what_is_not_understood_touches_nothing(words, message, clone):
     assert (clone / "tools/make_venv.sh").exists()
 
 
+@pytest.mark.parametrize("python", ["nowhere/python", "3.99"])
+def test_a_python_that_is_not_there_is_no_other_one(python, clone):
+    done = make(clone, ".venv", PYTHON=python)
+    assert done.returncode == 2
+    assert f"PYTHON={python}: no such Python" in done.stderr
+    assert version(clone / ".venv") == "old"
+
+
+def test_a_version_names_the_python_of_pyenv(clone):
+    for name in ("3.42.0", "3.12.9"):
+        (clone / "pyenv/versions" / name / "bin").mkdir(parents=True)
+    shutil.copy(clone / "python", clone / "pyenv/versions/3.42.0/bin/python")
+    path = "/usr/bin:/bin"
+    done = make(clone, ".venv", PYTHON="3.42", PYENV_ROOT=str(clone / "pyenv"), PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert "pyenv/versions/3.42.0/bin/python" in done.stdout
+
+
 def test_an_environment_is_replaced_by_a_new_one(clone):
     done = make(clone, ".venv")
     assert done.returncode == 0, done.stderr
