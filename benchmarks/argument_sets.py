@@ -43,6 +43,7 @@ from tests.shrunk_argument_sets import (  # noqa: E402
 )
 
 MOST_LETTERS = 200
+TESTS = "functional tests"
 ROPE = ["--position-embedding-type", "rope"]
 Judged = dict[str, Tally]
 
@@ -75,7 +76,7 @@ def judge(options: argparse.Namespace, tree: Path, *more: str) -> Judged:
 def cases(options: argparse.Namespace, accepted: set[str]) -> list[Case]:
     """What accepted functional tests become when they are small, each once."""
     found: dict[str, Case] = {}
-    for one in sources(options.megatron)["functional tests"]:
+    for one in sources(options.megatron)[TESTS]:
         if one.name in accepted:
             small = shrink(one)
             found.setdefault(fingerprint(small), Case(small, [])).names.append(one.name)
@@ -97,6 +98,12 @@ def train_all(given: list[Case], every: int, record: Path | None) -> list[tuple[
             ended.append((case, Trained(*known[key])))
             print(number + 1, case.small.ranks, case.names[0], *ended[-1][1], flush=True)
     return ended
+
+
+def revision(tree: Path) -> str:
+    """Commit of a checkout."""
+    command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def judged_table(before: dict[str, Judged], now: dict[str, Judged]) -> str:
@@ -129,7 +136,7 @@ def trained_table(ended: list[tuple[Case, Trained]]) -> str:
     for case, trained in ended:
         if len(trained.losses) != STEPS:
             names = f"| {len(case.names)} | {case.names[0]} | "
-            lines.append(f"{names}{_cell(trained.why_not)} |")
+            lines.append(f"{names}{_cell(trained.why_not.strip(' -'))} |")
     return "\n".join(lines) if len(lines) > 2 else "All trained."
 
 
@@ -144,19 +151,69 @@ def scripts_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def page(
-    before: dict[str, Judged],
-    now: dict[str, Judged],
-    given: list[Case],
-    ended: list[tuple[Case, Trained]],
-    scripts: Path | None,
-) -> str:
-    """The page."""
+def refused_section(before: dict[str, Judged], now: dict[str, Judged]) -> list[str]:
+    """Why functional tests are refused that have rotary positions."""
+    tests = now["rope"][TESTS]
+    parts = [
+        f"## Functional tests, with RoPE: why {len(tests.refused)} are refused",
+        reasons_table(tests),
+        '"Not parsed" is the answer of Megatron\'s own parser: arguments of NVIDIA ModelOpt, which '
+        "Megatron's program adds where that is installed, and a list that is written as one word. "
+        "The set without sizes is a test of inference.",
+    ]
+    if before:
+        earlier = before["rope"][TESTS]
+        parts += [
+            f"In the first version {len(earlier.refused)} were:",
+            reasons_table(earlier),
+        ]
+    return parts
+
+
+def trained_section(given: list[Case], ended: list[tuple[Case, Trained]]) -> list[str]:
+    """What was started, and how it ended."""
     trained = [case for case, found in ended if len(found.losses) == STEPS]
     left_out = Counter(flag for case in given for flag in case.small.left_out)
     ranks = Counter(case.small.ranks for case, _ in ended)
-    title = "functional tests"
-    parts = [
+    return [
+        "## Trained",
+        f"The {sum(len(case.names) for case in given)} functional tests that are accepted with "
+        f"RoPE become {len(given)} different command lines when they are made small: at most 2 of "
+        "each kind of parallelism (4 of experts' tensor parallelism), 2 to 6 layers, width 64, 64 "
+        f"slots, no checkpoints, Megatron's local layers. {len(ended)} of them were started for "
+        f"{STEPS} steps on CPUs "
+        f"(command lines by ranks: {', '.join(f'{n} on {r}' for r, n in sorted(ranks.items()))}); "
+        f"{len(trained)} trained, which stand for {sum(len(case.names) for case in trained)} "
+        "functional tests.",
+        trained_table(ended),
+        "Left out of small command lines, since only a GPU, Transformer Engine or a package that "
+        "is not pinned has it (flag: command lines): "
+        + ", ".join(f"`{flag}`: {number}" for flag, number in left_out.most_common())
+        + ".",
+    ]
+
+
+def scripts_section(folder: Path) -> list[str]:
+    """Scripts of others."""
+    origins = folder / "ORIGINS"
+    return [
+        "## Scripts of others",
+        "Launch scripts of public repositories, as they are written. Flags and values that "
+        "Megatron's own parser refuses (those of forks and other versions) are named and left "
+        "out, and the rest is judged.",
+        scripts_table(folder),
+        *(
+            ["Where they are from (repository, branch or commit, path, blob):", origins.read_text()]
+            if origins.exists()
+            else []
+        ),
+    ]
+
+
+def opening(before: dict[str, Judged], now: dict[str, Judged], version: str) -> list[str]:
+    """What was judged, and how many are accepted."""
+    first = f"The first version is commit {version}." if version else ""
+    return [
         "# Megatron's argument sets",
         "Argument sets of Megatron-LM core_v0.19.0 through this program's parser and refusals: its "
         "functional tests of GPT, MoE and Mixtral, what the scripts of its `examples/` start, the "
@@ -165,42 +222,8 @@ def page(
         "## Accepted",
         judged_table(before, now),
         "Most sets name no `--position-embedding-type`: Megatron's default is learned positions, "
-        'which are refused with the remedy. The columns "with RoPE" follow it.',
-        f"## Functional tests, with RoPE: why {len(now['rope'][title].refused)} are refused",
-        reasons_table(now["rope"][title]),
-        '"Not parsed" is the answer of Megatron\'s own parser: arguments of NVIDIA ModelOpt, which '
-        "Megatron's program adds where that is installed, and a list that is written as one word. "
-        "The set without sizes is a test of inference.",
+        f"which are refused with the remedy, and the columns with RoPE follow it. {first}".strip(),
     ]
-    if before:
-        count = len(before["rope"][title].refused)
-        parts += [
-            f"In the first version {count} were:",
-            reasons_table(before["rope"][title]),
-        ]
-    parts += [
-        "## Trained",
-        f"The {sum(len(case.names) for case in given)} functional tests that are accepted with "
-        f"RoPE become {len(given)} different command lines when they are made small: at most 2 of "
-        "each kind of parallelism, 2 to 6 layers, width 64, 64 slots, no checkpoints, Megatron's "
-        f"local layers. {len(ended)} of them were started for {STEPS} steps on CPUs (ranks: "
-        f"{', '.join(f'{n} x {r}' for r, n in sorted(ranks.items()))}); {len(trained)} trained, "
-        f"which stand for {sum(len(case.names) for case in trained)} functional tests.",
-        trained_table(ended),
-        "Left out of small command lines, since only a GPU, Transformer Engine or a package that "
-        "is not pinned has it (flag: command lines): "
-        + ", ".join(f"`{flag}`: {number}" for flag, number in left_out.most_common())
-        + ".",
-    ]
-    if scripts:
-        parts += [
-            "## Scripts of others",
-            "Launch scripts of public repositories, as they are written. Flags and values that "
-            "Megatron's own parser refuses (those of forks and other versions) are named and left "
-            "out, and the rest is judged.",
-            scripts_table(scripts),
-        ]
-    return "\n\n".join(parts) + "\n"
 
 
 def _cell(text: Any) -> str:
@@ -226,10 +249,14 @@ def main() -> None:
     before = {}
     if options.before:
         before = {how: judge(options, options.before, *more) for how, more in kinds.items()}
-    given = cases(options, set(now["rope"]["functional tests"].accepted))
+    given = cases(options, set(now["rope"][TESTS].accepted))
     ended = train_all(given, options.every, options.record)
+    version = revision(options.before) if options.before else ""
     name = f"docs/measurements/{date.today().isoformat()}-argument-sets.md"
-    (options.output or ROOT / name).write_text(page(before, now, given, ended, options.scripts))
+    parts = opening(before, now, version)
+    parts += refused_section(before, now) + trained_section(given, ended)
+    parts += scripts_section(options.scripts) if options.scripts else []
+    (options.output or ROOT / name).write_text("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

@@ -134,6 +134,8 @@ def shrink(one: ArgumentSet) -> Shrunk:
         del flags["--ckpt-format"]  # the default; others go with other flags
     if "--fim-data" in flags:
         flags |= {f"--fim-{part}-token": [str(token)] for part, token in FIM_TOKENS.items()}
+    if "--use-megatron-fsdp" in flags:
+        flags["--no-gradient-reduce-div-fusion"] = []  # gloo reduces no products
     _set_expert_shares(flags)
     ranks = _ranks(flags)
     _set_batches(flags, ranks)

@@ -92,7 +92,11 @@ def test_every_flag_of_a_documented_command_exists(page):
             assert not wrong, f"{page.name}: {' '.join(words[:4])} ... has no {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+# Its tables name what scripts of others say.
+OF_OUR_PROGRAMS = [page for page in PAGES if not page.name.endswith("-argument-sets.md")]
+
+
+@pytest.mark.parametrize("page", OF_OUR_PROGRAMS, ids=page_id)
 def test_every_flag_in_the_text_is_one_of_a_program_of_ours(page):
     known = {"--help", "--version"}.union(
         flags_of_training(), flags_of_on_cpu(), *map(flags_of_command, COMMANDS), OF_OTHERS
