@@ -136,7 +136,7 @@ def trained_table(ended: list[tuple[Case, Trained]]) -> str:
     for case, trained in ended:
         if len(trained.losses) != STEPS:
             names = f"| {len(case.names)} | {case.names[0]} | "
-            lines.append(f"{names}{_cell(trained.why_not.strip(' -'))} |")
+            lines.append(f"{names}{_cell(trained.why_not.strip().removeprefix('- '))} |")
     return "\n".join(lines) if len(lines) > 2 else "All trained."
 
 
@@ -198,7 +198,9 @@ def scripts_section(folder: Path) -> list[str]:
     origins = folder / "ORIGINS"
     return [
         "## Scripts of others",
-        "Launch scripts of public repositories, as they are written. Flags and values that "
+        "Launch scripts of public repositories. Each was run where no other program is installed, "
+        "with a few of Slurm's variables and with its stops at errors (`set -e`, `exit 1`) and its "
+        "absolute path of mpirun taken out, to see the words that it starts. Flags and values that "
         "Megatron's own parser refuses (those of forks and other versions) are named and left "
         "out, and the rest is judged.",
         scripts_table(folder),
