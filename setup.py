@@ -19,11 +19,11 @@ setup(
     entry_points={"console_scripts": ["megatron-anchor = megatron_anchor.console:main"]},
     python_requires=">=3.12",
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.11",
         "megatron-core>=0.19.2,<0.21",
         "numpy>=2.0",
         "numba>=0.63",
-        "transformers>=4.57",
+        "transformers>=5.10.1",
         "tokenizers>=0.22",
         "sentencepiece>=0.2",
         "tiktoken>=0.9",

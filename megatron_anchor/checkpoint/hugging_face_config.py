@@ -102,12 +102,17 @@ def model_of(config: Mapping[str, Any]) -> Model:
         windows=_windows(theirs, family),
         no_rope=_layers_without_rope(theirs, family),
         sinks=family.sinks,
-        swiglu_limit=float(theirs.swiglu_limit) if family.clamps_swiglu else 0.0,
+        swiglu_limit=_swiglu_limit(theirs) if family.clamps_swiglu else 0.0,
         **_experts(config, theirs, family),
         **family.biases(theirs),
     )
     _refuse_unsupported(config, theirs, model)
     return model
+
+
+def _swiglu_limit(theirs: Any) -> float:
+    """Where gpt-oss clamps; older transformers have the number in the layer, not in the config."""
+    return float(getattr(theirs, "swiglu_limit", 7.0))
 
 
 def _understood(config: Mapping[str, Any]) -> tuple[Any, Family, str]:

@@ -107,11 +107,13 @@ def test_yarn_by_flags_rotates_and_scales_as_megatrons_layer(parse, mscale, monk
     ],
 )
 def test_the_scale_of_the_logits_is_transformers(rope):
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
+    if not hasattr(theirs, "yarn_apply_mscale"):
+        pytest.skip("this transformers has it inside its attention layer")
     settings = RotarySettings(head_dim=64, interleaved=True, scaling=rope)
     ours = logit_scale(settings, head_dim=192)
-    assert ours == pytest.approx(yarn_apply_mscale(rope, 192**-0.5))
+    assert ours == pytest.approx(theirs.yarn_apply_mscale(rope, 192**-0.5))
     assert (ours > 0.08) == (rope.get("factor", 1) > 1 and "mscale_all_dim" in rope)
 
 
@@ -154,7 +156,7 @@ REFUSED = {
     " 9 cannot be shared",
     f"{LATENT} --context-parallel-size 2 --cp-comm-type p2p": "never run with --multi-latent-atten",
     f"{LATENT} --context-parallel-size 2 --cp-comm-type all_gather": "all_gather: Transformer Engi",
-    f"{LATENT} --qk-clip": "--qk-clip: the kernels do not report logits",
+    f"{LATENT} --qk-clip": "--qk-clip: Megatron finds the layers of --bf16 and --fp16 models only",
     "--mtp-num-layers 1 --attention-pattern full": "--attention-pattern full: documents see each",
     "--mtp-num-layers 1 --attention-pattern anchor-masked": "anchor-masked: copies of the anch",
     "--mtp-num-layers -1": "--mtp-num-layers -1: expected 1 or more",

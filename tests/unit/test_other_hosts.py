@@ -70,7 +70,7 @@ def test_a_row_for_megatron_is_judged_by_its_target_and_not_by_a_number(caplog, 
 
 def test_lower_bounds_are_those_of_setup_py_and_each_requirement_has_one():
     found = LOWER((ROOT / "setup.py").read_text())
-    assert {"torch==2.8", "megatron-core==0.19.2", "numpy==2.0"} <= set(found)
+    assert {"torch==2.11", "megatron-core==0.19.2", "numpy==2.0"} <= set(found)
     assert len(found) == len({Requirement(text).name for text in found}) == 14
     with pytest.raises(ValueError, match="'torch' has no lower bound"):
         LOWER("setup(install_requires=['torch'])")
