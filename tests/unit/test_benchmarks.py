@@ -66,8 +66,9 @@ def test_every_benchmark_that_runs_on_a_cpu_is_in_the_table(side_by_side, tmp_pa
     run_all = load("run_all")
     programs = {b.program for b in run_all.benchmarks(tmp_path, quick=quick)}
     shared = {"side_by_side.py", "run_all.py"}
+    needs_a_checkout = {"argument_sets.py"}  # of Megatron-LM, and measures no speed
     here = {path.name for path in BENCHMARKS.glob("*.py") if not path.name.startswith("gpu_")}
-    assert programs == here - shared
+    assert programs == here - shared - needs_a_checkout
 
 
 def test_a_failed_benchmark_stands_in_the_report(side_by_side, tmp_path):
