@@ -7,7 +7,7 @@ slot and position are the same, so this is the window that a model sees there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,26 @@ class Window:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise UserError(f"a window of {self.size} keys: expected 1 or more")
+
+
+def is_visible(query_places: Any, key_places: Any, window: Window | None) -> Any:
+    """Whether queries see keys of their own document.
+
+    Args:
+        query_places: integers, places in the document; NumPy's or torch's, as all of these.
+        key_places: integers that broadcast with them.
+        window: None = all keys before a query and its own.
+
+    Returns:
+        bool of the shape that both broadcast to.
+    """
+    seen = key_places <= query_places
+    if window is None:
+        return seen
+    near = key_places > query_places - window.size
+    if window.keeps_anchor:
+        near = near | (key_places == 0)
+    return seen & near
 
 
 class LayerKind(NamedTuple):

@@ -15,7 +15,7 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.distributed.pretraining import EOD, VOCAB, read_scalars
+from tests.distributed.pretraining import EOD, VOCAB, read_scalars, write_corpus
 from tests.distributed.ranks import run_ranks
 from tests.host_argument_sets import ArgumentSet
 
@@ -142,8 +142,7 @@ def shrink(one: ArgumentSet) -> Shrunk:
     flags |= {flag: [SIZES[flag]] for flag in ("--tokenizer-type", "--vocab-size", "--num-workers")}
     flags["--position-embedding-type"] = ["rope"]
     flags |= {flag: [SIZES[flag]] for flag in ("--transformer-impl", "--distributed-backend")}
-    words = [word for flag, values in flags.items() for word in (flag, *values)]
-    return Shrunk(words, ranks, left_out)
+    return Shrunk(_words(flags), ranks, left_out)
 
 
 def fingerprint(small: Shrunk) -> str:
@@ -158,9 +157,8 @@ def train(small: Shrunk, corpus: Path, *, timeout: float = 240.0) -> Trained:
         flags = _flags(small.words) | {"--data-path": [str(corpus)]}
         flags |= {"--tensorboard-dir": [f"{folder}/curves"]}
         flags |= {"--tensorboard-log-interval": ["1"], "--no-one-logger": []}
-        words = [word for flag, values in flags.items() for word in (flag, *values)]
         try:
-            ends = run_ranks(_run, small.ranks, words, timeout=timeout)
+            ends = run_ranks(_run, small.ranks, _words(flags), timeout=timeout)
         except RuntimeError as error:
             return Trained([], str(error).strip().splitlines()[-1])
         said = next((said for said in ends if said), "")
@@ -194,6 +192,10 @@ def _flags(words: list[str]) -> Flags:
         else:
             last.append(word)
     return flags
+
+
+def _words(flags: Flags) -> list[str]:
+    return [word for flag, values in flags.items() for word in (flag, *values)]
 
 
 def _number(flags: Flags, flag: str) -> int:
@@ -231,11 +233,14 @@ def _set_expert_shares(flags: Flags) -> None:
         flags[flag] = ["2"]
 
 
-def _ranks(flags: Flags) -> int:
-    dense = math.prod(
+def _ranks_of_a_model(flags: Flags) -> int:
+    return math.prod(
         _number(flags, f"--{kind}-parallel-size")
         for kind in ("tensor-model", "pipeline-model", "context")
     )
+
+
+def _ranks(flags: Flags) -> int:
     expert = math.prod(
         (
             _number(flags, "--pipeline-model-parallel-size"),
@@ -248,16 +253,12 @@ def _ranks(flags: Flags) -> int:
             ),
         )
     )
-    return max(2, math.lcm(dense, expert))
+    return max(2, math.lcm(_ranks_of_a_model(flags), expert))
 
 
 def _set_batches(flags: Flags, ranks: int) -> None:
     """Four micro-batches for every copy of the model, and as many samples as all steps take."""
-    dense = math.prod(
-        _number(flags, f"--{kind}-parallel-size")
-        for kind in ("tensor-model", "pipeline-model", "context")
-    )
-    batch = 4 * (ranks // dense) * _number(flags, "--micro-batch-size")
+    batch = 4 * (ranks // _ranks_of_a_model(flags)) * _number(flags, "--micro-batch-size")
     if "--step-batch-size-schedule" in flags:
         flags["--step-batch-size-schedule"] = [f"0:{batch} {128 * batch}:{2 * batch}"]
         flags.pop("--global-batch-size", None)
@@ -271,7 +272,5 @@ def _set_batches(flags: Flags, ranks: int) -> None:
 
 def corpus_for_all(folder: Path) -> Path:
     """Documents of all kinds of lengths."""
-    from tests.distributed.pretraining import write_corpus
-
     assert EOD == 0
     return write_corpus(folder / "corpus", [(7 * number) % 90 + 1 for number in range(120)])

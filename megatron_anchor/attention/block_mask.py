@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_anchor.attention.runs import Runs, to_device
+from megatron_anchor.windows import is_visible
 
 BLOCK = 128
 """Slots of a block, FlexAttention's own default."""
@@ -33,21 +34,15 @@ def runs_block_mask(runs: Runs) -> BlockMask:
     partial_NM, full_NM = _blocks(runs)
     window = runs.window
 
-    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        q_place, k_place = q_places[query], k_places[key]
-        seen = (run_T[query] == run_K[key]) & (k_place <= q_place)
-        if window is not None:
-            inside = k_place > q_place - window.size
-            if window.keeps_anchor:
-                inside = inside | (k_place == 0)
-            seen = seen & inside
-        return seen
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen: Tensor = is_visible(q_places[query], k_places[key], window)
+        return (run_T[query] == run_K[key]) & seen
 
     return BlockMask.from_kv_blocks(
         *_ordered(partial_NM),
         *_ordered(full_NM),
         BLOCK_SIZE=BLOCK,
-        mask_mod=is_visible,
+        mask_mod=mask,
         seq_lengths=(runs.num_queries, runs.num_keys),
     )
 

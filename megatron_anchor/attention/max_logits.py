@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_anchor.attention.runs import Runs
+from megatron_anchor.windows import is_visible
 
 TILE = 512
 """Queries and keys of a tile, which takes H MiB."""
@@ -41,22 +42,10 @@ def max_logits(q_THD: Tensor, k_KGD: Tensor, *, runs: Runs, scale: float) -> Ten
             visible = k_end - (q_end - rows.stop)  # the last query of the tile sees no key behind
             for start in range(k_begin, visible, TILE):
                 columns = slice(start, min(start + TILE, visible))
-                seen_qk = _seen(q_places[rows], k_places[columns], runs)
+                seen_qk = is_visible(q_places[rows, None], k_places[columns], runs.window)
                 tile_H = _max_of_tile(q_THD[rows], k_KGD[columns], seen_qk)
                 most_H = torch.maximum(most_H, tile_H * scale)
     return most_H
-
-
-def _seen(q_places: Tensor, k_places: Tensor, runs: Runs) -> Tensor:
-    """bool [q, k]."""
-    behind_qk = q_places[:, None] - k_places
-    seen_qk = behind_qk >= 0
-    if runs.window is None:
-        return seen_qk
-    near_qk = behind_qk < runs.window.size
-    if runs.window.keeps_anchor:
-        near_qk |= k_places == 0
-    return seen_qk & near_qk
 
 
 def _max_of_tile(q_qHD: Tensor, k_kGD: Tensor, seen_qk: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ WITH_ORIGINAL_LENGTH = ("yarn", "llama3")
 """Kinds that read ``original_max_position_embeddings``."""
 QUICK_GELU = 1.702
 """Factor inside the sigmoid of Megatron's --quick-geglu."""
+SWIGLU_LIMIT = 7.0
+"""Where gpt-oss clamps, if its config does not say."""
 SILU = ("silu", "swish")
 """transformers' names of the one activation that SwiGLU has."""
 
@@ -112,7 +114,7 @@ def model_of(config: Mapping[str, Any]) -> Model:
 
 def _swiglu_limit(theirs: Any) -> float:
     """Where gpt-oss clamps; older transformers have the number in the layer, not in the config."""
-    return float(getattr(theirs, "swiglu_limit", 7.0))
+    return float(getattr(theirs, "swiglu_limit", SWIGLU_LIMIT))
 
 
 def _understood(config: Mapping[str, Any]) -> tuple[Any, Family, str]:

@@ -118,9 +118,8 @@ class TorchDistWriter:
             state_dict_metadata=self._entries,
             storage_data=self._places,
             storage_meta=StorageMeta(),
+            version="1.0.0",  # of torch.distributed.checkpoint's files
         )
-        if hasattr(metadata, "version"):  # torch 2.8 has none
-            metadata.version = "1.0.0"  # of torch.distributed.checkpoint's files
         (self.folder / ".metadata").write_bytes(pickle.dumps(metadata))
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (self.folder / "metadata.json").write_text(json.dumps(config))

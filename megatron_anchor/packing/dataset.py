@@ -248,9 +248,7 @@ class PackedDataset(MegatronDataset):
         concat = self.config.packing == "concat"
         last += concat and next_second > 0
         documents = plan["document_index"][first:last].astype(np.int64)
-        table = Documents(self.dataset)
-        begin = table.boundaries(documents) + self._own_anchors["own_anchor"][documents]
-        content = table.boundaries(documents + 1) - begin
+        begin, content = self._contents(documents)
         if (fill_in := self.config.fill_in_the_middle) is not None:
             content = fill_in.lengths(documents, content)
         tag = self._tags.of(documents)
@@ -267,6 +265,12 @@ class PackedDataset(MegatronDataset):
         return fitted_slices(
             documents, begin, content, chunk=int(second), sequence_length=length, **common
         )
+
+    def _contents(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the .bin has each document's tokens behind its anchor, and how many."""
+        table = Documents(self.dataset)
+        begin = table.boundaries(documents) + self._own_anchors["own_anchor"][documents]
+        return begin, table.boundaries(documents + 1) - begin
 
     def _context_split(self, cu_seqlens: np.ndarray) -> dict[str, np.ndarray]:
         """Who holds which chunk under context parallelism, and how unequal the work is."""
@@ -365,9 +369,7 @@ class PackedDataset(MegatronDataset):
 
     def _read_rearranged(self, fill_in: FillInTheMiddle, slices: Slices) -> list[np.ndarray]:
         """The tokens of each slice, of documents as `fill_in` rearranges them."""
-        table = Documents(self.dataset)
-        begin = table.boundaries(slices.document) + self._own_anchors["own_anchor"][slices.document]
-        content = table.boundaries(slices.document + 1) - begin
+        begin, content = self._contents(slices.document)
         chosen = fill_in.is_chosen(slices.document, content)
         texts = []
         for p, count in enumerate(slices.tokens_read):

@@ -12,7 +12,7 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_anchor.checkpoint.hugging_face_config import architecture, rope_of
+from megatron_anchor.checkpoint.hugging_face_config import SWIGLU_LIMIT, architecture, rope_of
 from megatron_anchor.checkpoint.model import Model
 from megatron_anchor.errors import UserError
 from megatron_anchor.planner.shapes import Experts, Latent, Shape
@@ -286,7 +286,7 @@ def _layer_arguments(
             "swiglu": False,
             "quick_geglu": True,
             "glu_linear_offset": 1.0,
-            "activation_func_clamp_value": _number(config, "swiglu_limit", 7.0),
+            "activation_func_clamp_value": _number(config, "swiglu_limit", SWIGLU_LIMIT),
         }
     return values
 

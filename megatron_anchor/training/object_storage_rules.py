@@ -5,11 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.core.datasets.object_storage_utils import (
+    get_object_storage_access,
+    is_object_storage_path,
+)
+
 from megatron_anchor import compat
 from megatron_anchor.errors import UserError
 from megatron_anchor.training.data_arguments import blends
-
-STORES = ("s3://", "msc://")
 
 
 def refusals(args: Namespace) -> Iterator[str]:
@@ -18,7 +21,7 @@ def refusals(args: Namespace) -> Iterator[str]:
         prefixes = [prefix for _, blend in blends(args) for prefix in blend.prefixes]
     except UserError:
         return  # `data_arguments` says it
-    stored = [prefix for prefix in prefixes if prefix.startswith(STORES)]
+    stored = [prefix for prefix in prefixes if is_object_storage_path(prefix)]
     if not stored:
         return
     corpus = f"{stored[0]} is in an object store:"
@@ -30,7 +33,8 @@ def refusals(args: Namespace) -> Iterator[str]:
             yield f"{corpus} set {flag} to a folder that all ranks see, for {what}"
     if args.domain_tags:
         yield f"--domain-tags: {corpus} the domains beside it are not read; copy it to a disk"
-    if stored[0].startswith("s3://") and not compat.is_installed("boto3"):
+    access = get_object_storage_access(stored[0])
+    if access == "s3" and not compat.is_installed("boto3"):
         yield f"{corpus} boto3 is not installed, by which Megatron reads it; pip install boto3"
-    if stored[0].startswith("msc://") and not args.enable_msc:
+    if access == "msc" and not args.enable_msc:
         yield f"{corpus} pass --enable-msc (pip install multi-storage-client)"

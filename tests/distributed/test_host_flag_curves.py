@@ -33,7 +33,7 @@ def train(folder):
     known = {}
 
     def train(more, ranks=1, corpus="plain", without=""):
-        key = (more, ranks, corpus)
+        key = (more, ranks, corpus, without)
         if key not in known:
             common = f"--train-iters 4 --data-path {folder}/{corpus} --data-cache-path {folder} "
             scalars = pretrain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_the_chosen_share_is_the_rate_and_another_seed_chooses_others():
     chosen = HALF.is_chosen(numbers, content)
     five_deviations = 5 * np.sqrt(0.25 / len(numbers))
     assert abs(chosen.mean() - 0.5) < five_deviations
-    others = HALF.__class__(**(vars(HALF) | {"seed": 8})).is_chosen(numbers, content)
+    others = replace(HALF, seed=8).is_chosen(numbers, content)
     assert abs((chosen == others).mean() - 0.5) < five_deviations
     assert (HALF.lengths(numbers, content) - 9 == ADDED * chosen).all()
     assert HALF.lengths(numbers, content).dtype == np.int32
@@ -100,7 +101,7 @@ def test_settings_are_part_of_the_samples_identity_and_only_when_set(tmp_path):
     plain, ours = build_train(prefix), build_train(prefix, fill_in_the_middle=HALF)
     assert "fill_in_the_middle" not in plain.sample_identifiers
     assert ours.contents_hash != plain.contents_hash
-    other = HALF.__class__(**(vars(HALF) | {"suffix_first_rate": 0.25}))
+    other = replace(HALF, suffix_first_rate=0.25)
     assert build_train(prefix, fill_in_the_middle=other).contents_hash != ours.contents_hash
 
 

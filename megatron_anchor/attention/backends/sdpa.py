@@ -33,6 +33,7 @@ from megatron_anchor.attention.backends.sdpa_lse import SdpaLse
 from megatron_anchor.attention.backends.widths import equal_widths
 from megatron_anchor.attention.heads import repeat_heads
 from megatron_anchor.attention.runs import Runs, to_device
+from megatron_anchor.windows import is_visible
 
 SHORT = 16
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
@@ -276,9 +277,5 @@ def _chunks(runs: Runs, number: int) -> Iterator[tuple[_Call, slice, np.ndarray]
 
 def _bias(places: np.ndarray, key_places: np.ndarray, runs: Runs) -> Tensor:
     """float32 [L, K]: 0 where a query sees a key, else -inf."""
-    assert runs.window is not None
-    seen = key_places > places[:, None] - runs.window.size
-    if runs.window.keeps_anchor:
-        seen |= key_places == 0
-    seen &= key_places <= places[:, None]
+    seen = is_visible(places[:, None], key_places, runs.window)
     return to_device(np.where(seen, np.float32(0), np.float32(-np.inf)), runs.device)
